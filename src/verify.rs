@@ -104,7 +104,8 @@ pub fn verify(
     let mut sums = Vec::with_capacity(catalog.shards.len());
     let stored = stored::by_shard(catalog);
     let cores = available_parallelism().map_or(1, |cores| cores.get().min(THREADS_MAX));
-    // If there are many reads in progress, a slow server may not answer all of them before the deadline.
+    // A slow server must be able to answer all reads in flight before their deadline, so fewer
+    // threads read from it.
     let is_slow = checkpoint.sources().iter().any(|source| source.may_block());
     let threads = if is_slow { cores.min(THREADS_REMOTE) } else { cores };
     let sweep = Sweep::cached(task.settings, threads);
@@ -130,8 +131,8 @@ pub fn verify(
         if let Some(expected) = blob_hash(source) {
             match check_blob(source, &expected, seen.sha256.as_deref().unwrap_or_default()) {
                 Ok(()) => verified.blobs += 1,
-                // The recorded checksums have already found a mismatch in this shard, which is
-                // reported with its place.
+                // The recorded checksums have already found a mismatch in this shard. That mismatch
+                // is reported with its place, and the wrong sha256 follows from it.
                 Err(_) if mismatched != verified.mismatch.is_some() => {}
                 Err(fault) => return Err(checkpoint.refused(fault.in_file(&shard.name))),
             }
@@ -249,8 +250,8 @@ pub fn manifest(checkpoint: &Checkpoint) -> (String, Vec<u8>) {
     (manifest::file_name(&checkpoint.name), manifest::encode(shards, tensors))
 }
 
-/// Compares a replica with the piece that is used. If `sums` has the checksums of both and they are
-/// equal, this is enough. Otherwise compares both byte by byte, to find the place of the
+/// Compares a replica with the piece that is used. If the checksums of both in `sums` are equal, no
+/// bytes are read. Otherwise both are read and compared byte by byte, to find the place of a
 /// difference.
 fn compare_replica(
     checkpoint: &Checkpoint,

@@ -278,7 +278,7 @@ fn check_names(shards: &[&ShardHeader], pieces: &[HeadTensors<'_>]) -> Result<()
 struct Listed<'a> {
     map: &'a ShardOf,
     shards: &'a [&'a ShardHeader],
-    /// For each file of the map, the index of its shard. `None` if there is no such shard.
+    /// For each file that the weight map lists, the index of its shard. `None` if there is no such shard.
     shard_of_file: Vec<Option<u32>>,
 }
 
@@ -292,9 +292,9 @@ impl<'a> Listed<'a> {
         Listed { map, shards, shard_of_file }
     }
 
-    /// Removes from `refs` the tensors that the map assigns to another shard. Adds a note for each
-    /// removed tensor, and for each tensor that the map does not list. `refs` are sorted by name.
-    /// Returns the first error of the map.
+    /// Removes from `refs` the tensors that the weight map assigns to another shard. Adds a note for each removed
+    /// tensor, and for each tensor that the weight map does not list. `refs` are sorted by name. Returns the first
+    /// error of the weight map.
     fn settle<'n>(
         &self,
         refs: &mut Vec<Ref>,
@@ -303,7 +303,7 @@ impl<'a> Listed<'a> {
     ) -> Option<Fault> {
         let wrong = self.first_wrong(refs, name);
         let mut line = 0;
-        // Index of the shard, index in the shard, and the line of the map that lists the tensor.
+        // Index of the shard, index of the tensor in the shard, and the line of the weight map that lists the tensor.
         let mut odd: Vec<(u32, u32, Option<usize>)> = Vec::new();
         refs.retain(|one| {
             let own = name(one);
@@ -331,8 +331,8 @@ impl<'a> Listed<'a> {
         wrong
     }
 
-    /// The error of the first line of the map, in the order of tensor names, whose shard or tensor
-    /// does not exist. `refs` are all tensors, sorted by name.
+    /// The error of the first line of the weight map, in the order of tensor names, whose shard or tensor does not
+    /// exist. `refs` are all tensors, sorted by name.
     fn first_wrong<'n>(&self, refs: &[Ref], name: &impl Fn(&Ref) -> &'n str) -> Option<Fault> {
         let mut rest = refs;
         for (line, (tensor, file)) in self.map.iter().enumerate() {

@@ -22,8 +22,8 @@ pub struct Heads {
     /// The columns that are being filled. `None` after the first look-up.
     filling: Mutex<Option<HeadColumns>>,
     filled: OnceLock<HeadColumns>,
-    /// Whether the text of a sharding note is kept. It is needed if the file is shown alone,
-    /// because it is part of its metadata.
+    /// Whether the text of a sharding note is kept. The text is needed if the file is shown alone,
+    /// because the note is then part of the metadata of the shown file.
     keeps_notes: bool,
 }
 

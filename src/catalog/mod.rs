@@ -109,8 +109,7 @@ pub struct Catalog {
     /// The metadata of all shards, merged, without the keys of sharding notes. `None` if no shard
     /// has other keys, and no shard has an empty metadata map.
     pub metadata: Option<Arc<BTreeMap<String, String>>>,
-    /// Whether the shards record the whole shape of every tensor. If the shards record all shapes,
-    /// a missing last piece is noticed.
+    /// Whether the shards record the whole shape of every tensor. If so, the proof notices a missing last piece.
     pub shapes_recorded: bool,
     /// Findings that are unusual but no errors, one line each.
     pub notes: Vec<String>,
@@ -154,7 +153,7 @@ impl Catalog {
 
     /// Catalog of the files of all ranks of a training. Each tensor is merged from the parts of the ranks.
     ///
-    /// Refuses a file whose content has another rank than its name, a file that lacks a tensor of the other files,
+    /// Refuses a file whose content records another rank than its name, a file that lacks a tensor of the other files,
     /// and a file that does not record which part of its tensors it has.
     #[doc(hidden)]
     pub fn of_rank_files(shards: &[&ShardHeader]) -> Result<Catalog, Fault> {

@@ -21,8 +21,7 @@ pub(crate) const WHOLE: u32 = u32::MAX;
 /// Stands for the strides of a box whose elements follow each other in its shard.
 pub(crate) const ROW_MAJOR: ListId = u32::MAX;
 
-/// Maximum number of tensors and pieces of one catalog, plus all numbers of their boxes. Indexes
-/// have 32 bits.
+/// Maximum of `Builder::rows`, which counts tensors, pieces and the numbers of their boxes. Indexes have 32 bits.
 pub(super) const ROWS_MAX: usize = (u32::MAX / 2) as usize;
 
 /// Lists of numbers, which are shapes and offsets of boxes. Equal lists are stored once.
@@ -241,7 +240,7 @@ impl<'a> Tensor<'a> {
         self.rows().iter().map(move |row| tensor.piece(row))
     }
 
-    /// The cast of its elements. `None` if they are the same in the shards.
+    /// The cast of its elements. `None` if the shards store the elements in the same type.
     #[doc(hidden)]
     pub fn cast(&self) -> Option<Cast> {
         Cast::new(self.stored, self.dtype)
@@ -384,7 +383,7 @@ impl Builder {
         self.push_head(name, facts, shape);
     }
 
-    /// Number of tensors and pieces, plus all numbers of their boxes.
+    /// Number of tensors, pieces, replicas and boxes, plus the total length of all lists.
     pub(super) fn rows(&self) -> usize {
         let columns = &self.columns;
         let pieces = columns.pieces.len() + columns.replicas.len() + columns.boxes.len();

@@ -34,8 +34,9 @@ impl FolderVersion {
         self.version.is_some()
     }
 
-    /// Whether the folder certainly has the same names in the state `now`. This is not certain if the last change of
-    /// the folder is so close to the time of this state that a later change may have the same modification time.
+    /// Whether the folder certainly has the same names in the state `now` as in this state. It is not certain if the
+    /// folder was changed so shortly before this state was read that a later change may have the same modification
+    /// time.
     pub fn is_settled_as(&self, now: &FolderVersion) -> bool {
         let (Some(then), Some(now)) = (self.version, now.version) else {
             return self.version.is_none() && now.version.is_none();

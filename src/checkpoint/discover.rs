@@ -137,9 +137,9 @@ pub(super) struct Discovered {
     pub(super) notes: Vec<String>,
 }
 
-/// Opens the weight files of `folder`. If `only` is given, this file counts as a weight file under any name, unless
-/// it is a weight map. The result has also the names of weight files that lead to no file, each with the reason. The
-/// second result is the memory reservation for the headers.
+/// Opens the weight files of `folder`. If `only` is given, the file of this name counts as a weight file even without a
+/// name of weight files, unless it is a weight map. The first result also has the names of weight files that lead to no
+/// file, each with the reason. The second result is the memory reservation for the headers.
 pub(super) fn open_weights(
     folder: &Folder,
     only: Option<&str>,
@@ -198,8 +198,7 @@ fn is_torch_file(name: &str, file: &File) -> bool {
     })
 }
 
-/// Opens weight files and reads their headers. One header is read per inode, and headers of at most `max` bytes in
-/// all.
+/// Opens weight files and reads their headers. Reads one header per inode, and at most `max` bytes of headers in all.
 fn open_headers(
     folder: &Path,
     files: &[(&str, &File)],
@@ -225,7 +224,7 @@ fn open_headers(
     };
     let store = files.first().map_or(Store::LOCAL, |(_, file)| file.store.clone());
     let mut opened = map_files(&store, &numbers, open);
-    // The files are sorted by name, so that every run refuses the same files.
+    // The files are sorted by name, so that every run refuses the same files if the headers exceed `max`.
     opened.sort_by_key(|(index, _)| *index);
     let len = |unread: &Result<Unread>| unread.as_ref().map_or(0, Unread::description_len);
     let lens: Vec<u64> = opened.iter().map(|(_, unread)| len(unread)).collect();
@@ -244,7 +243,7 @@ fn open_headers(
         ((*name).to_owned(), Err(error))
     });
     let mut weights: Weights = refused.collect();
-    // Each file is in a lock, from which the thread that reads its header removes it.
+    // Each file is in a lock, so that the thread that reads its header can take it out of the shared list.
     let to_read: Vec<_> =
         opened.into_iter().map(|(index, unread)| (index, Mutex::new(Some(unread)))).collect();
     let heads = Arc::new(Heads::without_notes());
@@ -555,10 +554,10 @@ fn numbering_fault(first: u64, total: u64, shards: &[(u64, &str)]) -> Option<Fau
     Some(ErrorKind::ShardMissing.fault(message).in_file(shards[0].1))
 }
 
-/// Gives each name to one set. Among sets of several formats, the format that comes first in `InputFormat` wins.
-/// Among sets of one format, `prefer` decides between one whole file and a sharded set, and the kind that comes first
-/// in `SetKind` wins among sharded sets. If a set in another format than safetensors has the name of a member of a
-/// sharded set, it competes for the name of the sharded set.
+/// Gives each name to one set. Among sets of several formats, the format that comes first in `InputFormat` wins. Among
+/// sets of one format, `prefer` decides between one whole file and a sharded set, and the kind that comes first in
+/// `SetKind` wins among sharded sets. A set in another format than safetensors may have the name of a member of a
+/// sharded set. Then it competes with the sharded set for the name of that set.
 fn settle_names(found: Vec<Candidate>, prefer: Prefer) -> Discovered {
     let mut set_of: BTreeMap<String, String> = BTreeMap::new();
     for set in found.iter().filter(|set| !set.kind.is_one_file()) {

@@ -32,7 +32,7 @@ use super::{Checkpoint, ProvedSet};
 /// bintensors, and for pickles `TrainingState::All` and `ZeroWeights::Fp32`.
 const ALL_OPTIONS: u8 = 1 << 4;
 
-/// Maximum number of bytes of headers for which an index is written. An index is built in memory.
+/// Maximum number of bytes of headers for which an index is written, because an index is built in memory.
 const HEADERS_MAX: u64 = 512 << 20;
 
 /// The byte ranges of a file on which its sets depend, ascending.
@@ -148,7 +148,8 @@ impl<'a> FolderIndex<'a> {
         let (mut len, mut checksum) = (bytes.len(), Index::checksum(&bytes));
         drop(bytes);
         if self.compare(&index).map_err(|why| self.doubt(why))? {
-            // The headers are unchanged. A new index saves this comparison at the next start.
+            // The headers are unchanged, but their hashes had to be compared. A new index with the current versions of
+            // the files makes this unnecessary at the next start.
             let files = index.files.iter().filter_map(|record| self.record_anew(record)).collect();
             index = Index { files, made: self.started, ..index };
             if let Ok(written) = self.write(&index) {
@@ -466,7 +467,8 @@ impl<'a> FolderIndex<'a> {
     fn unread(&self, name: &str, file: &File) -> Result<(Version, DecidingBytes, Digest), String> {
         let is_named = StateFile::of(name).is_some() || names::is_torch_state(name);
         if is_named || names::is_distcp(name) {
-            // For such a file only its name matters, and whether it is empty.
+            // A file with such a name affects the sets only by its name and by whether it is empty, so no bytes are
+            // hashed.
             return Ok((file.version.lasting(), Vec::new(), Hasher::new().finish()));
         }
         let look = || -> crate::Result<_> {

@@ -32,10 +32,10 @@ const READ_TRIES: usize = 10;
 /// Number of bytes of a text file that are checked before the rest is read.
 const TEXT_SNIFF_LEN: u64 = 4096;
 
-/// The same number for a text file of another store. Most texts are shorter, so they need one read.
+/// Number of these bytes for a text file of a remote store. Most texts are shorter, so one read gets the whole text.
 const TEXT_SNIFF_LEN_OF_REMOTE: u64 = 1 << 20;
 
-/// Number of bytes of a weight file of another store in its first read. Most headers are shorter.
+/// Number of bytes in the first read of a weight file of a remote store. Most headers are shorter.
 const AHEAD_LEN: u64 = 64 << 10;
 
 /// A key derivation that takes at least this long is logged.
@@ -258,8 +258,8 @@ pub(super) fn open_source(
     loaded(folder, name, unread.source.clone(), unread.parse(name, heads, with)?)
 }
 
-/// Opens weight files that are links to one inode, and reads their header once. `links` are their
-/// names and places. `unread` is the first of them, which is open already.
+/// Opens weight files that are links to one inode, and reads their header once. `links` are their names and places.
+/// `unread` is the first of these files, which is open already.
 pub(super) fn open_links(
     heads: &Arc<Heads>,
     folder: &Path,
@@ -280,7 +280,7 @@ pub(super) fn open_links(
     let version = unread.source.version();
     let link = |name: &str, (store, path): FilePlace<'_>| {
         let source = store.open(path).map_err(|error| named_in(folder, name, error))?;
-        // The link leads to another file in the meantime, or its name indicates another format.
+        // The link leads to another file now, or its name indicates another format than the name of the first link.
         if source.version() != version || InputFormat::of_name(name) != InputFormat::of_name(first)
         {
             return open_shard(heads, folder, name, (store, path), with);
@@ -406,8 +406,8 @@ impl<'a> SourceReader<'a> {
         SourceReader { source, start, ahead: Vec::new(), first: None, failed: None }
     }
 
-    /// Fills `buf`. For another store, the first read reads more bytes ahead, because each answer
-    /// takes long.
+    /// Fills `buf`. The first read of a remote file also reads the bytes ahead, because each request takes a round
+    /// trip.
     fn read_ahead(&mut self, offset: u64, buf: &mut [u8]) -> Result<()> {
         let end = offset + buf.len() as u64;
         let ahead_end = (self.start + AHEAD_LEN).min(self.source.len());

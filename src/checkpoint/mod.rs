@@ -256,8 +256,8 @@ impl Checkpoint {
         }
     }
 
-    /// Makes an error of `fault`, which was found in this checkpoint. The error names its only
-    /// file, or the folder.
+    /// Makes an error of `fault`, which was found in this checkpoint. If the set is one file, the
+    /// error names the file, otherwise the folder.
     pub fn refused(&self, fault: Fault) -> Error {
         let fault = match self.one_file() {
             Some(file) => fault.in_file(file),
@@ -266,7 +266,7 @@ impl Checkpoint {
         Error::refused(&self.directory, fault)
     }
 
-    /// The name of its only file. `None` if it has several files.
+    /// The name of its file, if its set is one file.
     fn one_file(&self) -> Option<&str> {
         let mut shards = self.proved.shards.iter().filter(|_| self.kind.is_one_file());
         shards.next().map(|shard| shard.name.as_str())

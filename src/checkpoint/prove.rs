@@ -101,8 +101,8 @@ impl Tree {
         proved.weights = names.chain(weights.keys()).cloned().collect();
         if let Some(only) = only {
             winners.retain(|set| set.files().any(|file| file == only));
-            // The user named a file of a set that is not shown, because another set is shown under its name. The set of
-            // the named file is used.
+            // The user named a file of a set that is not shown, because another set is shown under the same name. So
+            // the set of the named file is used.
             if winners.is_empty() {
                 winners = losers.into_iter().filter(|set| set.files().any(|f| f == only)).collect();
             }
@@ -181,7 +181,7 @@ fn lay_out(judged: &mut [Judged]) {
     }
 }
 
-/// Refuses the file `only` if `secret` does not fit it.
+/// Refuses the file `only` if it is not encrypted, but `secret` was given for it.
 fn refuse_misfit(folder: &Folder, weights: &mut Weights, only: &str, secret: &Secret) {
     if let Some(Ok(shard)) = weights.get(only)
         && let Some(fault) = secret.misfit(shard.source.is_encrypted())

@@ -100,8 +100,8 @@ pub(super) fn check_completeness(
     options: &OpenOptions,
     set: &TailEvidence<'_>,
 ) -> Result<(Tail, Option<bool>)> {
-    // A file with a sharding note may hold pieces whose following pieces are missing, even if all
-    // its pieces begin at 0.
+    // If a file has a sharding note, its tensors may lack their last pieces, even if all pieces in
+    // the file begin at 0.
     let total_fits = || set.total_size.is_some_and(|total| total == catalog.data_len());
     let mut proven =
         !set.noted || catalog.shapes_recorded || (set.kind == SetKind::WeightMap && total_fits());

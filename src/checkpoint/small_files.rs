@@ -17,7 +17,7 @@ use super::folder::{File, Folder, FolderId};
 use super::set::Proved;
 use super::tree::{Tree, look_at};
 
-/// Maximum length of such a file in bytes. The largest tokenizers have about 40 MB.
+/// Maximum length of a small file in bytes. The largest tokenizers have about 40 MB.
 const LEN_MAX: u64 = 64 << 20;
 
 /// The file that names the family of models of a checkpoint.
@@ -26,7 +26,7 @@ pub(super) const CONFIG: &str = "config.json";
 /// The folder that verl and SkyRL write beside the files of ranks. It has the config and the tokenizer.
 pub(super) const MODEL_FOLDER: &str = "huggingface";
 
-/// Maximum number of such files.
+/// Maximum number of small files.
 const FILES_MAX: usize = 1000;
 
 /// Suffixes of weight files in other formats.

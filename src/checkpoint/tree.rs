@@ -207,8 +207,8 @@ impl Tree {
         view.map(|(path, _)| path.as_path()).filter(|path| !path.as_os_str().is_empty())
     }
 
-    /// The folder that the user named and that contains the real path `path`: the source, or a folder into which
-    /// links may lead.
+    /// The folder that the user named and that contains the real path `path`: the source, or a folder into which links
+    /// may lead. `/` if none of them contains `path`.
     pub fn base_of(&self, path: &Path) -> PathBuf {
         self.bounds.base_of(path)
     }

@@ -30,7 +30,8 @@ pub struct TreeChange {
     pub added: Vec<FolderId>,
     /// Folders that are gone.
     pub removed: Vec<FolderId>,
-    /// Real paths of folders whose links depend on entries of the folder, so that they may have changed too.
+    /// Real paths of other folders whose links depend on entries of the listed folder. These folders may have changed
+    /// too.
     pub leading_here: BTreeSet<PathBuf>,
     /// Real paths of folders whose changes affect the tree from now on.
     pub to_watch: BTreeSet<PathBuf>,
@@ -242,7 +243,7 @@ impl Tree {
         if self.options_of(before).view.shard.is_some()
             && found.plain.iter().any(|name| name == CONFIG)
         {
-            // This file determines how tensors are split.
+            // `config.json` determines how tensors are split among ranks.
             found.weights = true;
         }
         found.id = id;

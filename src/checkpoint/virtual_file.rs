@@ -29,8 +29,8 @@ use super::{Checkpoint, SetKind};
 pub struct FileSummary {
     /// Length in bytes.
     pub len: u64,
-    /// Hash of its header, and of the places of its tensors if a view selects tensors. Together
-    /// with the identities of the shards it identifies the content.
+    /// Hash of its header. If a view selects, renames or casts tensors, the hash also covers the places of the tensors.
+    /// Together with the identities of the shards, the hash identifies the content.
     pub header: Digest,
 }
 
@@ -200,8 +200,8 @@ impl VirtualFile {
         let mut header = Hasher::new();
         header.update(layout.header());
         if self.checkpoint.has_other_tensors() {
-            // Two views may use the same names in a header for different tensors, so the places of
-            // the tensors are hashed too.
+            // Two views may give the same names to different tensors, with equal headers. So the places of the tensors
+            // are hashed too.
             let mut places = Vec::new();
             for tensor in layout.tensors().map(|(position, _)| self.catalog().tensor_at(position)) {
                 places.clear();
@@ -293,9 +293,8 @@ impl Checkpoint {
         Ok(())
     }
 
-    /// Sets lengths and header hashes of its virtual files from the records of an index, and makes
-    /// the layouts of the other files. Records are used only if the view keeps the tensors of the
-    /// shards.
+    /// Sets lengths and header hashes of its virtual files from the records of an index, and makes the layouts of the
+    /// files that have no record. Records are used only if the view keeps the tensors of the shards.
     pub(super) fn summarize(&self, records: &[VirtualFileRecord]) -> Result<()> {
         let records = if self.has_other_tensors() { &[] } else { records };
         for file in self.files.iter().filter(|file| file.summary.get().is_none()) {
@@ -313,8 +312,8 @@ impl Checkpoint {
     }
 }
 
-/// How `view` presents the set with the catalog `proved`. This is read from `record`, and not computed again. `None`
-/// if a file in the record is not one that the view makes.
+/// The set with the catalog `proved` as `view` presents it. The catalog of the view and its files come from `record`,
+/// and are not computed again. `None` if a file in the record is not one that the view makes.
 pub(super) fn presented_as_recorded(
     proved: &Catalog,
     record: PresentedRecord,

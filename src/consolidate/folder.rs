@@ -26,7 +26,7 @@ use crate::format::names::is_of_weights;
 use crate::hash::Digest;
 use crate::source::CopyMode;
 
-/// The partial folder gets its name from this name if the target folder exists.
+/// If the target folder exists, the partial folder is inside it, and its name is made from this name.
 const INNER: &str = "tensorfs";
 
 /// Names in a partial folder. `PARTS` has the files while they are written, under numbers instead of their names, so
@@ -81,7 +81,8 @@ impl Copier {
         let beside = partial_path(out);
         let mut left = None;
         if exists && std::fs::symlink_metadata(&beside).is_ok() {
-            // A run was killed after its folder got its name, or before someone else created the folder.
+            // A killed run has left the partial folder beside `out`. Either `out` is the folder of that run, or someone
+            // else has created `out` since.
             let failed = |e| Error::io(out, "write", e);
             let partial = PartialFolder::claim(&beside).map_err(failed)?;
             if Journal::is_of(&partial, job) {
@@ -101,7 +102,8 @@ impl Copier {
         let place = if exists { partial_path(&out.join(INNER)) } else { beside };
         let target = TargetFolder { out, exists };
         let done = self.write_at(outline, &place, job, target, options, watch);
-        // The user may remove the folder that was created meanwhile, and continue.
+        // The partial folder is kept, because the user may remove the folder `out` that someone else has created, and
+        // then continue the killed run.
         if let (Err(_), Some(left)) = (&done, &mut left) {
             left.keep();
         }
@@ -213,7 +215,7 @@ impl Copier {
             source.check()?;
         }
         if let Some(there) = there {
-            // The replaced file had this mode, so the present umask is not applied.
+            // The new file gets the mode of the replaced file, so the present umask is not applied.
             let mut mode = CopyMode::of(file.content.sources())?;
             mode.add(&there, target);
             mode.set(&new, there.mode()).map_err(failed)?;
@@ -395,7 +397,7 @@ impl Parts {
     /// Records the first `count` parts as complete, before they get their names.
     fn note_whole(&mut self, count: usize) -> io::Result<()> {
         for number in 0..count {
-            // Parts that are missing among the parts have got their names already.
+            // A part that is missing in the partial folder has got its name already.
             if let Ok(meta) = self.meta(number) {
                 self.journal.add_whole(number, &meta);
             }

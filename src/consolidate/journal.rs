@@ -55,7 +55,7 @@ impl RecordedPart<'_> {
         if !self.written().is_empty()
             && let Ok(file) = self.partial.open(place)
         {
-            // The permissions of a new file, because the earlier run may have had another umask.
+            // The part gets the permissions of a new file, because the earlier run may have had another umask.
             let probe = Path::new(PROBE);
             self.partial.remove(probe)?;
             let rights = self.partial.create(probe, mode)?.metadata()?.permissions();
@@ -221,8 +221,8 @@ impl Journal {
         self.note_whole(part, stamp);
     }
 
-    /// If a part is written again, for example to verify it, a file that a killed run has written may still have the
-    /// name of the part.
+    /// Notes that `part` is complete with the stamp `stamp`. An earlier stamp of the part is kept: if the part is
+    /// written again, for example to verify it, the file of a killed run may still have the name of the part.
     fn note_whole(&mut self, part: usize, stamp: Stamp) {
         let before = self.whole.insert(part, stamp).filter(|before| *before != stamp);
         self.earlier.extend(before);

@@ -333,7 +333,7 @@ impl Outline {
         }
         let shown = self.single(source)?;
         let (found, virtual_format) = self.formats_of(shown)?;
-        // A tensorizer file is written in place of the file that the view shows by default.
+        // A tensorizer file is written in place of the safetensors file that the view shows by default.
         let is_made = named == InputFormat::Tensorizer && found == InputFormat::Safetensors;
         if found != named && !is_made {
             let advice = if found != virtual_format {
@@ -359,8 +359,8 @@ impl Outline {
         Ok(Some(file))
     }
 
-    /// The format of `file`, which contains all tensors, and the format of virtual files. They differ if the
-    /// view shows the files of the source.
+    /// The format of `file`, which contains all tensors, and the format of virtual files. The two formats may differ if
+    /// the view shows the files of the source.
     fn formats_of(&self, file: &OutlineFile) -> Result<(InputFormat, InputFormat)> {
         if let OutlineContent::Virtual(file) = &file.content {
             let format = file.spec().format.into();
@@ -434,10 +434,10 @@ fn map_sources(folder: &Folder, proved: &Proved, name: &OsStr) -> Arc<[Arc<Sourc
     sources.into()
 }
 
-/// The version of a file that the scan has found. The attributes of a remote file system may come from the
-/// kernel's cache and be out of date. So the version of a file that no proof reads is read again.
+/// The version of a file that the scan has found. The scan may have got outdated attributes of a remote file from the
+/// kernel's cache. So the version is read again, unless a proof reads the file.
 fn version_of(file: &File) -> Version {
-    // A link may lead to a file with any name.
+    // The name in the folder counts, because a link may lead to a file with any other name.
     let name = Path::new(&file.name);
     let is_proved = names::is_of_weights(name)
         || name.to_str().is_some_and(|it| it.ends_with(manifest::SUFFIX));

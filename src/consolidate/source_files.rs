@@ -79,7 +79,7 @@ impl SourceFiles {
             };
             let behind = SourceFiles::and_beside(&Tree::scan(&path, &options)?);
             all.ids.extend(behind.ids);
-            // A mount may hide its own source.
+            // A mount may cover its own source. Then the path is the same again, and the search ends.
             if std::mem::replace(&mut all.path, behind.path) == all.path {
                 break;
             }

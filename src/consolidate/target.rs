@@ -109,9 +109,9 @@ impl<'a> Target<'a> {
 /// Maximum number of parts of blocks that `UnalignedTarget` keeps in memory.
 const EDGES_MAX: usize = 256;
 
-/// A file that is written in parts, which begin and end inside blocks. Whole blocks of a part are written past
-/// the page cache, if the file system supports that. The memory of the part must have the same offset inside a
-/// block as its place in the file.
+/// A file that is written in parts, which begin and end inside blocks. Whole blocks of a part are written past the page
+/// cache, if the file system supports that, and if the memory of the part is aligned with the file: its address and its
+/// offset in the file have the same remainder modulo `ALIGN`.
 #[derive(Debug)]
 pub(super) struct UnalignedTarget {
     file: File,
@@ -119,8 +119,8 @@ pub(super) struct UnalignedTarget {
     direct: Option<File>,
     /// Whether the device has refused a write past the page cache.
     is_refused: AtomicBool,
-    /// The first and last bytes of parts, which do not fill a block, with their offsets. They are collected and
-    /// written together, because a write to the page cache waits for all writes past it.
+    /// The first and last bytes of parts, which do not fill a block, with their offsets. They are collected and written
+    /// together, because a write to the page cache waits for all writes of the file past the page cache.
     edges: Mutex<Vec<(u64, Vec<u8>)>>,
 }
 

@@ -67,8 +67,8 @@ pub trait WriteAt: Sync {
         Ok(())
     }
 
-    /// Block length of the file in bytes, if writes are faster from memory that has the same offset inside a
-    /// block as its place in the file.
+    /// Block length of the file in bytes. `None` if writes are not faster from memory that is aligned with the file.
+    /// Aligned means that the address and the offset in the file have the same remainder modulo the block length.
     fn block_len(&self) -> Option<usize> {
         None
     }
@@ -88,7 +88,7 @@ pub(super) struct WrittenRange {
 }
 
 impl WrittenRange {
-    /// Refuses bytes that were read back if their hash `digest` differs.
+    /// Refuses bytes that were read back if their hash `digest` differs from the hash of the written bytes.
     pub(super) fn compare(&self, digest: &Digest, shown: &Path) -> Result<()> {
         if *digest == self.digest {
             return Ok(());

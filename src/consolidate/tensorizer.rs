@@ -53,7 +53,7 @@ impl TensorizerFile {
         places.sort_by_key(|&(position, _)| {
             let tensor = catalog.tensor_at(position);
             let first = tensor.first_piece();
-            // Empty tensors have the same start as another tensor.
+            // An empty tensor has the same start as another tensor, so the lengths are compared too.
             (first.shard, first.range.start, tensor.len, position)
         });
         let tensor = |&(position, _): &(usize, u64)| {

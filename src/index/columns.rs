@@ -1,9 +1,9 @@
 //! The tensors of a catalog in the form that an index stores.
 //!
-//! The form is small. It is decoded in a few passes over numbers, which are read without being
-//! copied. A name is stored without the prefix that it shares with the previous name. Tensors of
-//! the same dtype and shape have the same number. A piece is expected to begin at the end of the
-//! previous piece in its shard, and only the difference is stored.
+//! The form is small. It is decoded in a few passes over numbers, which are read without being copied. A name is stored
+//! without the prefix that it shares with the previous name. Tensors of the same dtype and shape have the same number.
+//! A piece is expected to begin at the end of the previous piece in its shard, and only its distance from that end is
+//! stored.
 
 use std::borrow::Cow;
 use std::collections::HashMap;

@@ -3,9 +3,9 @@
 //!
 //! An index belongs to one folder. It has the proved sets of the folder, and the version of every
 //! file that was used for the proof. It is only a copy. In any case of doubt the headers are read
-//! again, and the index is written again. Such cases are another version of the index, a wrong
-//! checksum, and a file with another version and other header bytes. An index never causes an
-//! error.
+//! again, and the index is written again. Such cases are an index in another format version, a
+//! wrong checksum, and a source file whose version and header bytes differ from their record. An
+//! index never causes an error.
 
 mod columns;
 mod frame;

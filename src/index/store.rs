@@ -136,8 +136,8 @@ impl IndexStore {
         change(self.read(name)).map_or(Ok(()), |bytes| self.put(name, &bytes, true))
     }
 
-    /// Locks the folder against other updates. `None` if the lock is not free in time. The update
-    /// then continues without it, and at worst one of two updates is lost.
+    /// Locks the folder against other updates. `None` if the lock is not free in time. The update then continues
+    /// without the lock, and at worst one of two updates is lost.
     fn lock(&self) -> Option<Flock<File>> {
         let started = Instant::now();
         let mut folder = File::open(&self.folder).ok()?;

@@ -53,7 +53,7 @@ pub struct PresentedFile {
 /// Whether a view read a `config.json`, and which text it read.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum ConfigRecord {
-    /// The view looked for no `config.json`.
+    /// The view did not attempt to read a `config.json`.
     #[default]
     Unread,
     /// The view found no `config.json`.
@@ -83,8 +83,8 @@ struct ViewContent<'a> {
 struct PresentedContent<'a> {
     columns: Option<ViewColumns<'a>>,
     files: List<PresentedFileContent<'a>>,
-    /// `None` if the view looked for no `config.json`. Inside, the hash of the text, or `None` if
-    /// there was no file.
+    /// `None` if the view did not attempt to read a `config.json`. The inner value is the hash of the text, or `None`
+    /// if there was no file.
     config: Option<Option<[u8; 16]>>,
 }
 

@@ -29,7 +29,7 @@ use crate::version::Version;
 /// the file of a closed shard open until they end.
 const RESERVED: u64 = 192;
 
-/// When the limit is exceeded, 1 / `EVICTED_SHARE` of it is closed at once.
+/// When the limit is exceeded, 1 / `EVICTED_SHARE` of that number of files is closed at once.
 const EVICTED_SHARE: u64 = 8;
 
 /// Minimum number of shards that are kept open, whatever the limit is.
@@ -351,8 +351,8 @@ fn opened(file: &Arc<ReopenableFile>) {
     make_room(file);
 }
 
-/// Notes that `file` has a second descriptor, for O_DIRECT. If too many are open now, closes others in the same
-/// order as `opened`.
+/// Notes that `file` has a second descriptor, for O_DIRECT. If too many descriptors are open now, closes those of other
+/// files in the same order as `opened`.
 fn opened_direct(file: &Arc<ReopenableFile>) {
     {
         let mut open = open_files();

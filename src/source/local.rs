@@ -30,7 +30,8 @@ pub trait WriteWitness: Send + Sync + std::fmt::Debug {
 pub struct LocalFile {
     file: Arc<ReopenableFile>,
     version: Mutex<Version>,
-    /// The change time after a rename. A rename may change it once without making the source invalid.
+    /// The change time that a rename has set. Only the first such change is attributed to a rename and leaves the
+    /// source valid.
     moved: OnceLock<Option<Time>>,
     /// Distinguishes writes from changes of attributes. Set while the file is watched.
     witness: Mutex<Option<Arc<dyn WriteWitness>>>,
@@ -45,15 +46,14 @@ impl LocalFile {
         ReopenableFile::open(path).map(LocalFile::new)
     }
 
-    /// The regular file at `path`, whose version was `version` at an earlier look. It is not opened before the
-    /// first read.
+    /// The regular file at `path`, which had the version `version` when it was last examined. The first read opens it.
     pub(super) fn closed(path: &Path, version: Version) -> LocalFile {
         let file = ReopenableFile::closed(path, version, FileSystem::at(path));
         LocalFile::new(Arc::new(file))
     }
 
-    /// The regular file that another process had open as `file` at `path` with the version `version`. The path
-    /// may lead to another file now.
+    /// The regular file that is open as `file`, taken over from another process that knew it in the version `version`.
+    /// `path` may lead to another file now.
     pub(super) fn adopted(path: &Path, version: Version, file: Arc<File>) -> LocalFile {
         let file_system = FileSystem::of(&file, path);
         LocalFile::new(ReopenableFile::opened(path, version, file_system, file))
@@ -74,8 +74,8 @@ impl LocalFile {
         Ok(LocalFile::adopted(path, stated, file))
     }
 
-    /// Sets the known version back to an earlier version of the same inode, so that the next check judges all
-    /// changes since then.
+    /// Sets the known version back to an earlier version of the same inode, so that the next check judges all changes
+    /// since that version.
     pub(super) fn set_known(&self, earlier: Version) {
         if earlier.file() == self.first().file() {
             *self.version.lock() = earlier;
@@ -209,7 +209,7 @@ impl LocalFile {
     /// Whether the path still leads to this file, and its bytes are certainly unchanged. Opens nothing. If
     /// nothing has changed, this takes one call of stat(2).
     ///
-    /// If the change time is new, the result is true only with a witness. Without one, the file may have been
+    /// If the change time is new, the result is true only with a witness. Without a witness, the file may have been
     /// written to, and the next open could find old bytes in the page cache.
     pub(super) fn is_current(&self) -> bool {
         let look = || stat_path(self.path(), self.file.file_system);
@@ -228,8 +228,8 @@ impl LocalFile {
         same && !self.guessed.load(Ordering::SeqCst)
     }
 
-    /// Like `check`, for a source whose bytes are not in use yet. If length and modification time are unchanged, it is
-    /// enough that the file has the same header bytes as at the open.
+    /// Like `check`, for a source of which no reader has bytes yet. A file with a new change time, but the same length
+    /// and modification time, passes if its header bytes are the same as at the open.
     ///
     /// # Errors
     /// The errors of `check` and of `file`.
@@ -267,12 +267,13 @@ impl LocalFile {
         stat_file(&file, self.file.file_system).map_err(|e| Error::io(self.path(), "stat", e))
     }
 
-    /// Compares the version that `look` returns with the known one, and repeats this until both are equal.
-    /// `file` is an open descriptor of the file, if there is one.
+    /// Compares the version that `look` returns with the known version, and judges a difference. If the bytes are
+    /// unchanged, the new version becomes the known one. All this is repeated if another thread has changed the known
+    /// version meanwhile. `file` is an open descriptor of the file, if there is one.
     fn check_by(&self, look: &dyn Fn() -> io::Result<Version>, file: Option<&File>) -> Result<()> {
         loop {
             self.check_known()?;
-            // The known version is read first, so that the result of `look` is never the older one.
+            // The known version is read first, so that the result of `look` is never older than it.
             let known = self.version();
             let now = look().map_err(|e| Error::io(self.path(), "stat", e))?;
             if known == now {
@@ -313,7 +314,7 @@ impl LocalFile {
     /// Harmless causes are new links, mode, owner or name. Otherwise someone may have written to the file and
     /// then set the modification time back.
     fn explains_ctime(&self, known: &Version, now: &Version) -> bool {
-        // Several threads may judge the same change at the same time.
+        // `moved` may already have this change time, because several threads may judge the same change.
         known.attributes != now.attributes
             || (!self.is_at_path() && *self.moved.get_or_init(|| now.changed) == now.changed)
     }

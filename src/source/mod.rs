@@ -82,19 +82,19 @@ impl Source {
         LocalFile::open(path).map(|file| Arc::new(Source::Local(file)))
     }
 
-    /// The regular file at `path`, whose version was `version` at an earlier look. It is not opened before the
-    /// first read. Its bytes are valid only if a later `check` finds the same version.
+    /// The regular file at `path`, which had the version `version` when it was last examined. The first read opens it.
+    /// Its bytes are valid only if a later `check` finds the same version.
     pub(crate) fn closed(path: &Path, version: Version) -> Arc<Source> {
         Arc::new(Source::Local(LocalFile::closed(path, version)))
     }
 
-    /// The file at `path` of `store`, whose version was `version` at an earlier look.
+    /// The file at `path` of `store`, which had the version `version` when it was last examined.
     pub(crate) fn stored(store: &Arc<dyn StoreKind>, path: &Path, version: Version) -> Arc<Source> {
         Arc::new(Source::Stored(StoreFile::new(store, path, version)))
     }
 
-    /// The regular file that another process had open as `file` at `path` with the version `version`. The path
-    /// may lead to another file now.
+    /// The regular file that is open as `file`, taken over from another process that knew it in the version `version`.
+    /// `path` may lead to another file now.
     pub fn adopted(path: &Path, version: Version, file: std::fs::File) -> Arc<Source> {
         Arc::new(Source::Local(LocalFile::adopted(path, version, Arc::new(file))))
     }
@@ -108,8 +108,8 @@ impl Source {
         LocalFile::of_open_file(path, Arc::new(file)).map(|file| Arc::new(Source::Local(file)))
     }
 
-    /// Sets the known version back to an earlier version of the same file, so that the next check judges all
-    /// changes since then.
+    /// Sets the known version back to an earlier version of the same file, so that the next check judges all changes
+    /// since that version.
     pub fn set_known(&self, earlier: Version) {
         match self {
             Source::Local(file) => file.set_known(earlier),
@@ -192,7 +192,7 @@ impl Source {
         self.may_block() && self.copy().is_none()
     }
 
-    /// The queue for reads at this moment, and the file system if they read a file of this machine.
+    /// The queue to which reads of this source belong now. If they read a file of this machine, also its file system.
     pub(crate) fn read_queue(&self) -> ReadQueue {
         let copy = self.copy();
         let local = self.local().or_else(|| copy.as_deref().map(LocalCopy::local));
@@ -341,7 +341,8 @@ impl Source {
         self.read_until(buf, offset, None)
     }
 
-    /// Reads like `read_exact_at`. A store stops trying at `until`, because the reader does not wait any longer.
+    /// Reads like `read_exact_at`. A store makes no further attempt after `until`, because the reader has given up by
+    /// then.
     ///
     /// # Errors
     /// The errors of `read_exact_at`.
@@ -389,8 +390,8 @@ impl Source {
         self.decryptor().is_some()
     }
 
-    /// The bytes that have to be read for `range`. The result is larger than `range` if it contains a part of
-    /// an encrypted piece.
+    /// The bytes that have to be read for `range`. The result is larger than `range` if `range` begins or ends inside
+    /// an encrypted piece, because only whole pieces can be decrypted.
     pub fn cover(&self, range: &Range<u64>) -> Range<u64> {
         self.decryptor().map_or_else(|| range.clone(), |decryptor| decryptor.cover(range))
     }
@@ -434,8 +435,8 @@ impl Source {
         }
     }
 
-    /// Checks the source like `check`, directly after reads of it. A remote file is not looked up again,
-    /// because the store checks its version with each read.
+    /// Checks the source like `check`, directly after reads of it. No request is sent for a remote file, because the
+    /// store has checked the version with each read.
     ///
     /// # Errors
     /// The errors of `check`.
@@ -446,8 +447,8 @@ impl Source {
         }
     }
 
-    /// Like `check`, for a source whose bytes nobody has yet. If only the change time of a local file is new, it is
-    /// enough that the file has the same header bytes as at the open.
+    /// Like `check`, for a source of which no reader has bytes yet. A local file with a new change time, but the same
+    /// length and modification time, passes if its header bytes are the same as at the open.
     ///
     /// # Errors
     /// The errors of `check`. `Error::Io` if the source cannot be opened.
@@ -483,7 +484,7 @@ impl Source {
     /// Whether the path still leads to this version, and the bytes are certainly unchanged. Opens nothing. If
     /// nothing has changed, this takes one access to the path.
     ///
-    /// If the change time is new, the result is true only with a witness. Without one, the next open could find
+    /// If the change time is new, the result is true only with a witness. Without a witness, the next open could find
     /// old bytes in the page cache.
     pub fn is_current(&self) -> bool {
         match self {

@@ -113,8 +113,8 @@ fn read_file(path: &Path, limit: Duration) -> Result<Zeroizing<Vec<u8>>, String>
     let mut output = Output::new();
     let since = Instant::now();
     loop {
-        // Before the first writer has opened the FIFO, a read would return the end of the file, but poll(2)
-        // reports nothing.
+        // Before the first writer has opened the FIFO, a read would report the end of the file. So poll(2) is called
+        // first, which reports nothing until then.
         let waited = poll(&mut [PollFd::new(file.as_fd(), PollFlags::POLLIN)], STEP_MS);
         let read = match waited {
             Ok(0) | Err(Errno::EINTR) => Ok(Arrived::Nothing),

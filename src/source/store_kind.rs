@@ -18,7 +18,7 @@ pub struct ObjectRead<'a> {
     pub path: &'a Path,
     /// The version that the file must have.
     pub version: &'a Version,
-    /// The caller does not wait longer. `None` if it sets no limit.
+    /// Time at which the caller stops waiting. `None` if the caller sets no limit.
     pub until: Option<Instant>,
 }
 
@@ -95,9 +95,9 @@ pub trait StoreKind: fmt::Debug + Send + Sync {
         false
     }
 
-    /// An open file of this machine that has all bytes of the file of `read`, and the path of that open
-    /// file. The bytes stay while the file, a duplicate of its descriptor or a mapping of it is open. `None` if there
-    /// is no such file now. Sends no request, and returns in the time of `read`.
+    /// A local copy of the file of `read`, as its path and an open descriptor. The copy has all bytes of the file, and
+    /// keeps them while the descriptor, a duplicate of it or a mapping of the copy exists. `None` if there is no local
+    /// copy now. Sends no request, and returns in the time of `read`.
     fn local_copy(&self, read: &ObjectRead<'_>) -> Option<(PathBuf, File)> {
         let _ = read;
         None

@@ -25,8 +25,9 @@ pub(super) fn leads_elsewhere() -> io::Error {
 /// symbolic links. Each folder is opened relative to its parent, and no link is followed. So the file is the
 /// one at this path even if others change the path meanwhile.
 ///
-/// With `/proc`, a file is opened through the descriptor that was checked. Without it, the file is opened a second
-/// time, without waiting, and both descriptors are compared. So a FIFO that was put in its place is refused as well.
+/// With `/proc`, a file is opened through the descriptor that was checked. Without `/proc`, the file is opened a second
+/// time, without waiting, and both descriptors are compared. So a FIFO that was put in the place of the file is refused
+/// as well.
 pub(super) fn open_regular(path: &Path, flags: OFlag) -> io::Result<(File, Metadata)> {
     let here = OFlag::O_CLOEXEC | OFlag::O_NOFOLLOW;
     let (folder, name) = match (path.parent(), path.file_name()) {

@@ -63,7 +63,7 @@ impl OpenFolder {
         OpenFolder { folder, path: path.to_owned() }
     }
 
-    /// A path that leads to the open folder wherever it is now. Some containers have no `/proc`. There, it is
+    /// A path that leads to the open folder wherever the folder is now. In a container without `/proc`, the result is
     /// the path by which the folder was opened.
     fn here(&self) -> PathBuf {
         let here = PathBuf::from(format!("/proc/self/fd/{}", self.folder.as_raw_fd()));

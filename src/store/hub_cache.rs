@@ -41,8 +41,8 @@ pub fn resolve(source: &Path) -> Result<PathBuf> {
     in_cache(source, id, &cache_of(&|name| variable(name).map(PathBuf::from)))
 }
 
-/// The environment variable `name`. If `HOME` is not set, it is the folder of the passwd database: systemd sets it only
-/// for units with `User=`.
+/// The value of the environment variable `name`. If `HOME` is not set, its value is the home folder in the passwd
+/// database, because systemd sets `HOME` only for units with `User=`.
 pub(super) fn variable(name: &str) -> Option<OsString> {
     let of_passwd = || if name == "HOME" { std::env::home_dir() } else { None };
     std::env::var_os(name).or_else(|| of_passwd().map(PathBuf::into_os_string))

@@ -159,7 +159,7 @@ impl Store {
         }
     }
 
-    /// The entries of a folder by name. The folder lies in the folder `base`, and the path between them
+    /// The entries of a folder by name. `folder` lies in the folder `base`, and the path from `base` to `folder`
     /// contains no symbolic link.
     ///
     /// # Errors
@@ -241,8 +241,8 @@ impl Store {
         }
     }
 
-    /// The source at `path`, whose version was `version` at an earlier look. It is not opened before the first
-    /// read. Its bytes are valid only if a later `check` finds the same version.
+    /// The source at `path`, which had the version `version` when it was last examined. The first read opens it. Its
+    /// bytes are valid only if a later `check` finds the same version.
     pub fn closed(&self, path: &Path, version: Version) -> Arc<Source> {
         match &self.0 {
             None => Source::closed(path, version),

@@ -20,13 +20,13 @@ use super::hub_cache::variable;
 /// The settings for all remote sources of the process. A child made by fork(2) keeps them.
 static IN_FORCE: RwLock<Option<RemoteSettings>> = RwLock::new(None);
 
-/// Time limit of a call for which nobody sets a deadline, if the settings have none.
+/// Time limit of a call for which nobody sets a deadline, if the settings have no time limit.
 const LIMIT: Duration = Duration::from_secs(60);
 
 /// Maximum length of a file with credentials, in bytes.
 const CREDENTIALS_LEN_MAX: u64 = 1 << 20;
 
-/// Variables that have credentials of S3, and that S3 reads before any file.
+/// Variables with credentials of S3, which take precedence over all files.
 const AWS_KEYS: [&str; 5] = [
     "AWS_ACCESS_KEY_ID",
     "AWS_SECRET_ACCESS_KEY",
@@ -35,7 +35,7 @@ const AWS_KEYS: [&str; 5] = [
     "AWS_SKIP_SIGNATURE",
 ];
 
-/// Variables that have tokens and keys of other servers, and that are read before any file.
+/// Variables with tokens and keys of other servers, which take precedence over all files.
 const OTHER_KEYS: [&str; 11] = [
     "HF_TOKEN",
     "HUGGING_FACE_HUB_TOKEN",
@@ -81,8 +81,8 @@ fn is_read(name: &OsStr) -> bool {
 pub(super) struct StoreSettings {
     /// If `None`, the settings of the process are used.
     own: Option<Arc<RemoteSettings>>,
-    /// A hash of the environment variables that stores read. A program may set others after a failed attempt, for
-    /// example in a notebook. Then it gets a new store, which has read them.
+    /// A hash of the environment variables that stores read. A program, for example a notebook, may set other variables
+    /// after a failed attempt. Then it gets a new store, which reads these variables.
     environment: u64,
 }
 
@@ -206,8 +206,8 @@ impl RemoteSettings {
             | "NETRC"
             | "HF_TOKEN_PATH" => path(&self.credentials_file),
             "AZURE_STORAGE_CONNECTION_STRING" if file.is_some() => {
-                // If the file has become unreadable, the value is empty. Otherwise the variable could lead to
-                // another account.
+                // If the file has become unreadable, the value is empty, because the value of the environment variable
+                // could lead to another account.
                 file.map(|file| {
                     text_in(file).map(|text| text.trim().to_owned()).unwrap_or_default()
                 })

@@ -152,7 +152,7 @@ impl LinkBounds {
     }
 
     /// The folder that contains `path` and whose own path may contain links without a check: the root of the source or
-    /// a folder that the user named.
+    /// a folder that the user named. `/` if none of them contains `path`.
     pub fn base_of(&self, path: &Path) -> PathBuf {
         let mut bases = [self.root()].into_iter().chain(self.follow.iter().cloned());
         bases.find(|base| path.starts_with(base)).unwrap_or_else(|| PathBuf::from("/"))
@@ -277,7 +277,8 @@ fn names_of(path: &Path) -> Vec<OsString> {
     names.rev().map(|part| part.as_os_str().to_owned()).collect()
 }
 
-/// `path` with each `..` removed together with the name before it. After a symbolic link, this is not the right path.
+/// `path` with each `..` removed together with the name before it. If the removed name is a symbolic link, the result
+/// is not the path that the kernel resolves.
 fn without_dots(path: &Path) -> PathBuf {
     let mut plain = PathBuf::new();
     for part in path.components() {

@@ -7,7 +7,7 @@ use crate::error::{ErrorKind, Fault, quoted};
 use crate::format::tensorizer::{HashKind, HashedTensor};
 use crate::hash::hex;
 
-/// Zeros, which are hashed in place of the value of a hash. No value is longer.
+/// Zeros, which are hashed in place of the value of a hash. No hash is longer.
 const ZEROS: [u8; 32] = [0; 32];
 
 /// Compares the hashes in the headers of some tensors of one shard.

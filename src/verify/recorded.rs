@@ -184,9 +184,9 @@ impl Recorded {
     }
 }
 
-/// Whether the file with the version `before` was replaced or saved again: its modification time
-/// has changed, and also its inode or its length. Otherwise the bytes are expected to be those of
-/// the record: the modification time is unchanged, or both the inode and the length are unchanged.
+/// Whether the file with the version `before` was replaced or saved again. The sign is a new
+/// modification time together with another inode or another length. Without this sign, the bytes
+/// are expected to be those of the record.
 pub(super) fn is_another_file(before: &Version, now: &Version) -> bool {
     before.modified() != now.modified() && (before.file() != now.file() || before.len != now.len)
 }

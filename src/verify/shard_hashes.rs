@@ -32,7 +32,7 @@ pub(super) type ReadProgress<'a> = &'a (dyn Fn(u64) + Sync);
 pub(super) struct ShardHashes {
     /// Its checksums. `None` if it has more chunks than can be counted.
     pub(super) sums: Option<ShardSums>,
-    /// Digests of the chunks in the record. `None` if the record has the same chunks as `sums`.
+    /// Digests of the chunks into which the record cuts the shard. `None` if `sums` has the same chunks.
     pub(super) as_recorded: Option<Vec<Digest>>,
     /// The hash of its description.
     pub(super) header: Digest,

@@ -11,7 +11,7 @@ use super::{ReadFile, TensorParallel, View};
 use crate::error::{quoted, shown_path};
 use crate::hash::Digest;
 
-/// Several views of one source. Each is shown as a folder, and its name is the path of this folder.
+/// Several views of one source. Each view is shown as a folder, whose path is the name of the view.
 ///
 /// ```
 /// use tensorfs::NamedViews;

@@ -80,8 +80,8 @@ impl RenameRules {
         renamed.unwrap_or_else(|| name.to_owned())
     }
 
-    /// The tensors of `catalog` at the positions `selected`, after these rules. For the tensors of a rank,
-    /// `cuts` has the dimension of each tensor that is divided already. For whole tensors, `cuts` is empty.
+    /// The tensors of `catalog` at the positions `selected`, after these rules. For the tensors of a rank, `cuts` has,
+    /// for each tensor, the dimension that is already divided among the ranks. For whole tensors, `cuts` is empty.
     ///
     /// # Errors
     /// `view` with the file, the rule and the tensor. `misaligned` if elements of less than a byte would be

@@ -61,8 +61,8 @@ impl fmt::Display for NameGlob {
     }
 }
 
-/// The positions of the selected tensors of `catalog`. A tensor is selected if a glob of `include` matches it,
-/// or `include` is empty, and no glob of `exclude` matches it.
+/// The positions of the selected tensors of `catalog`. A tensor is selected if no glob of `exclude` matches it, and
+/// either `include` is empty or a glob of `include` matches it.
 pub(super) fn select(
     catalog: &Catalog,
     include: &[NameGlob],

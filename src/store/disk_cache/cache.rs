@@ -178,8 +178,9 @@ impl DiskCache {
         found
     }
 
-    /// Creates the folder anew after it was removed. Returns whether objects can be added. `false` if the last check
-    /// was just now. If the check fails, nothing is stored for a while.
+    /// Creates the folder anew after it was removed. Returns whether objects can be added. Returns `false` without a
+    /// check if the last check was less than `FOLDER_CHECKS` ago. If the check fails, nothing is stored for the time
+    /// `PAUSE`.
     fn is_usable_again(&self) -> bool {
         let is_due = |(checked, _): &(Instant, FolderUse)| checked.elapsed() >= FOLDER_CHECKS;
         if !self.folder.lock().as_ref().is_none_or(is_due) {
@@ -217,8 +218,8 @@ impl DiskCache {
         self.tell(why);
     }
 
-    /// The reason why nothing is stored now, if there is one. One such reason is that work on a file takes longer than
-    /// `patience`.
+    /// The reason why nothing is stored now, if there is one. One possible reason is a job of the folder that has taken
+    /// longer than `patience`.
     fn why_paused(&self, patience: Duration) -> Option<String> {
         if self.threads.is_stuck(patience) {
             return Some("its disk does not answer".to_owned());
@@ -349,7 +350,8 @@ impl DiskCache {
         None
     }
 
-    /// Copies those blocks of `runs` that are in the cache to `buf`, and returns the runs that are not.
+    /// Copies those blocks of `runs` that are in the cache to `buf`, and returns the runs that are not. This thread
+    /// tries the page cache first. The threads of the folder read the other blocks, because the disk may not answer.
     pub(super) fn take(
         self: &Arc<Self>,
         object: &Arc<CachedObject>,
@@ -369,7 +371,7 @@ impl DiskCache {
         joined(missing)
     }
 
-    /// Copies those blocks of `runs` that are in the cache to `buf`, and returns the runs that are not.
+    /// Like `take`, without the attempt to read from the page cache: the threads of the folder read all of `runs`.
     pub(super) fn take_runs(
         self: &Arc<Self>,
         object: &Arc<CachedObject>,

@@ -40,8 +40,8 @@ impl Drop for HeldClaim {
     }
 }
 
-/// Tries to claim the byte range `range` of the map at `path`. All claims use this range of bytes for the same
-/// blocks. Never waits.
+/// Tries to claim the byte range `range` of the map at `path`. Every claim on the same blocks uses the same byte range.
+/// Never waits.
 pub(super) fn claim(path: &Path, range: &Range<u64>) -> Claim {
     match try_claim(path, range) {
         Ok(claim) => claim,

@@ -102,8 +102,9 @@ struct ObjectFiles {
 }
 
 impl ObjectFiles {
-    /// Removes the files. Another process may remove some of them at the same time. A process that has them open finds
-    /// no more blocks in them, unless a process serves the data file as a local file: that file keeps its bytes.
+    /// Removes the files. Another process may remove some of them at the same time. A process that has the files open
+    /// finds no more blocks in them. The exception is a data file that a process serves as a local file: it keeps its
+    /// bytes.
     fn remove(&self) -> io::Result<()> {
         let data: Vec<DataFile<'_>> = self.data.iter().map(|path| DataFile::open(path)).collect();
         self.map.iter().try_for_each(|path| gone_is_fine(std::fs::remove_file(path)))?;

@@ -62,12 +62,13 @@ pub fn folder_of_variable() -> Option<Option<PathBuf>> {
 /// A read stores nothing in the cache if less than 1 / `STORE_PART` of the time up to its deadline is left.
 const STORE_PART: u32 = 4;
 
-/// If the missing blocks of one read need more than `REQUESTS_MAX` requests, requests of at most `JOINED_MAX` bytes also
-/// read everything between these blocks, because each request takes a round trip.
+/// If one read would need more than `REQUESTS_MAX` requests for its missing blocks, it also reads the bytes between
+/// these blocks, in requests of at most `JOINED_MAX` bytes. So it needs fewer round trips.
 const REQUESTS_MAX: usize = 2;
 const JOINED_MAX: u64 = 16 << 20;
 
-/// Minimum wait for the blocks of a claim after which the claim counts as stuck. Its process may be stopped.
+/// A claim counts as stuck only after a reader has waited for its blocks for this time. The process that holds the
+/// claim may be stopped.
 const STUCK_AFTER: Duration = Duration::from_millis(500);
 
 /// Shortest and longest pause between two polls for blocks that another reader fetches.
@@ -144,7 +145,8 @@ impl CachedStore {
                 }
             }
         }
-        // Nobody waits for these blocks any longer. Both readers may store them, since both have the same bytes.
+        // This reader does not wait any longer for the reader that has claimed these blocks. Both may store the blocks,
+        // since both have the same bytes.
         let rest = todo.into_iter().flat_map(|near| near.runs).collect();
         self.fetch(read, object, &joined(rest), buf)
     }

@@ -47,8 +47,8 @@ const SUMS_AT_ONCE: usize = 1 << 16;
 const MAGIC: &[u8; 8] = b"TFSBLK01";
 const MAGIC_WORD: &[u8] = b"TFSBLK";
 
-/// Maximum length of the URL in a header. A longer URL is cut off. The digest in the file name is always that
-/// of the whole URL.
+/// Maximum length of the URL in a header. A longer URL is cut off. The digest in the file name always covers the whole
+/// URL.
 const URL_LEN_MAX: usize = 3072;
 
 /// Extensions of the files of an object.
@@ -61,7 +61,7 @@ pub(super) const TEMPORARY: &str = "tmp";
 /// Minimum number of seconds between two updates of the time of last use of an object.
 const USE_NOTED: i64 = 5;
 
-/// Time for which readers of an object do not wait for claims after one was stuck.
+/// Time after a stuck claim in which readers of the object do not wait for claims.
 const UNAWAITED: Duration = Duration::from_secs(60);
 
 /// The places where a read of blocks may look for the bytes.
@@ -180,7 +180,7 @@ impl CachedObject {
             _ => e,
         })?;
         let key = key.cloned().unwrap_or(found);
-        // A read of single blocks has no use for the kernel's read-ahead.
+        // Reads fetch single blocks, so the kernel's readahead is turned off.
         let advice = PosixFadviseAdvice::POSIX_FADV_RANDOM;
         let _ = posix_fadvise(&data, 0, 0, advice);
         Ok(CachedObject {
@@ -208,7 +208,7 @@ impl CachedObject {
         map.file().write_all_at(&header_of(key, nonce), 0)?;
         map.file().set_len(HEADER_LEN + key.blocks() * SUM_LEN)?;
         map.publish(path, false)?;
-        // From now on the map refers to the data file.
+        // The data file is kept, because the map has its name now and refers to the data file.
         data.keep();
         CachedObject::open_there(path, Some(key))
     }
@@ -234,7 +234,8 @@ impl CachedObject {
         }
     }
 
-    /// Whether the time of last use has to be updated now. If so, the caller calls `write_use`.
+    /// Whether the time of last use has to be updated now. If so, it counts as updated, and the caller has to call
+    /// `write_use`.
     pub(super) fn begins_note(&self) -> bool {
         let now = UNIX_EPOCH.elapsed().map_or(0, |since| since.as_secs() as i64);
         let before = self.noted.load(Ordering::Relaxed);
@@ -277,7 +278,7 @@ impl CachedObject {
         *self.unawaited.lock() = Some(Instant::now() + UNAWAITED);
     }
 
-    /// Whether a claim was stuck in the last `UNAWAITED`.
+    /// Whether a claim was stuck within the time `UNAWAITED` before now.
     pub(super) fn has_stuck_claims(&self) -> bool {
         self.unawaited.lock().is_some_and(|until| Instant::now() < until)
     }

@@ -1,5 +1,5 @@
-//! Buffers that belong to the cache, for the reads and writes of its threads. If the disk does not answer, a
-//! thread may write to such a buffer at any later time. It must never do so to memory of the reader.
+//! Buffers that belong to the cache, for the reads and writes of its threads. If the disk does not answer, a thread may
+//! write to its buffer long after the reader has stopped waiting. So the buffer must not be memory of the reader.
 
 use std::alloc::{Layout, handle_alloc_error};
 use std::fmt;

@@ -189,7 +189,7 @@ impl RedisFile {
         let mut all = file.description.clone();
         file.tensors.iter().for_each(|tensor| all.extend_from_slice(&tensor.header));
         let number = Digest::of(&all).number();
-        // An even number, because encrypted bytes are not compared with hashes.
+        // The number of an encrypted file is even, because its data is not compared with hashes.
         file.number = if is_encrypted { number & !1 } else { number | 1 };
         Ok(file)
     }
@@ -222,8 +222,8 @@ impl RedisFile {
         Ok(())
     }
 
-    /// Copies those bytes in the range `wanted` of the file that are in memory to their places in `buf`. The
-    /// end marker is zeros.
+    /// Copies to `buf` those bytes of the range `wanted` that need no request: the description, the headers, and the
+    /// end marker, which is zeros.
     fn copy_described(&self, wanted: &Range<u64>, buf: &mut [u8]) {
         copy_overlap(0, &self.description, wanted, buf);
         let first = self.tensors.partition_point(|tensor| tensor.place.data.end <= wanted.start);
@@ -327,8 +327,8 @@ impl RedisTensor {
         self.read_blocks(calls, &within, buf, |number, sum| sums.get(number as usize) == Some(&sum))
     }
 
-    /// Fills `buf` with the bytes `within` of the data. `is_known` compares the checksum of a block with the
-    /// known one, by the number of the block.
+    /// Fills `buf` with the bytes `within` of the data. `is_known` gets the number and the checksum of each block, and
+    /// compares the checksum with the known one.
     fn read_blocks(
         &self,
         calls: RedisCalls<'_>,
@@ -351,8 +351,8 @@ impl RedisTensor {
         Ok(())
     }
 
-    /// Reads the rest of the data and compares the whole tensor with its hashes. Copies those bytes of `within`
-    /// that it reads to `buf`. Returns the checksums of all blocks.
+    /// Reads the rest of the data and compares the whole tensor with its hashes. Those bytes of `within` that are among
+    /// the bytes read here are copied to `buf`. Returns the checksums of all blocks.
     fn check(
         &self,
         calls: RedisCalls<'_>,

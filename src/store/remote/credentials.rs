@@ -30,14 +30,14 @@ const HTTP_TIMEOUT: Duration = Duration::from_secs(1);
 /// Timeout of an HTTPS request to a credential service.
 const HTTPS_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// How long "no credentials" is cached.
+/// Time for which the result "no credentials" is cached.
 const NONE_FOR: Duration = Duration::from_secs(60);
 
 /// Time limit and shortest interval of attempts to renew credentials that are about to expire.
 const RENEWAL_LIMIT: Duration = Duration::from_secs(2);
 const RENEWAL_INTERVAL: Duration = Duration::from_secs(10);
 
-/// Credentials that expire within this time sign no requests. It is longer than the limit of the signers.
+/// Credentials that expire within this time sign no requests. The time is longer than the limit of the signers.
 const USABLE_MIN: Duration = Duration::from_secs(12);
 
 /// Shortest interval of attempts to renew credentials that have expired.
@@ -64,9 +64,9 @@ type Found<C> = Option<(C, &'static str)>;
 /// The last result of the providers.
 struct Held<C> {
     found: Found<C>,
-    /// The provider of earlier credentials. It may fail for a while when it is asked for new ones.
+    /// The provider of earlier credentials. It may fail for a while to provide new credentials.
     earlier: Option<&'static str>,
-    /// The time of the last question. `None` if the next request asks at once.
+    /// The time at which the providers were last tried. `None` if the next request tries them at once.
     asked: Option<Instant>,
 }
 

@@ -205,8 +205,8 @@ impl Endpoint {
         Ok(RequestSlot { _permit: slot, counters: &self.counters })
     }
 
-    /// Waits for the pause before the next try. Other requests have the place `slot` during the pause. Returns
-    /// a place for the next try.
+    /// Waits for the pause before the next try. During the pause, other requests can use the place `slot`. Returns a
+    /// place for the next try.
     ///
     /// # Errors
     /// The cause in `trouble`, if no time is left for another try, or another try would fail too.
@@ -310,7 +310,8 @@ impl Endpoint {
             wanted.headers.extend(condition.clone());
             let before = have;
             let tried = self.fill(&wanted, version, range, parts, &mut have, &patience).await;
-            // After a slow answer, the next one has more time. Perhaps all answers are slow.
+            // A slow answer counts as a failure, so that the next answer gets more time. Perhaps all answers of the
+            // server are slow.
             if have > before && !matches!(tried, Err(Trouble::Slow(_))) {
                 patience.progressed();
             }

@@ -25,8 +25,8 @@ use crate::store::remote_settings::StoreSettings;
 /// The server of all buckets.
 const SERVER: &str = "https://storage.googleapis.com";
 
-/// Variables that name credentials. If the user sets a server of their own, credentials are looked for only if
-/// one of these variables is set.
+/// Variables that name credentials. If the user names another server than Google's, credentials are used only if one of
+/// these variables is set.
 const NAMED: [&str; 2] = ["GOOGLE_APPLICATION_CREDENTIALS", "GCE_METADATA_HOST"];
 
 /// Two headers of Google. In an answer, the first one has the generation of the object. In a request, the
@@ -40,7 +40,7 @@ pub(super) const OTHER_GENERATION: &str = "\"1\"";
 /// A bucket of Google Cloud Storage, and how requests to it are authenticated.
 #[derive(Debug)]
 pub(super) struct GoogleAccess {
-    /// Whether credentials are looked for.
+    /// Whether the providers of credentials are tried.
     is_wanted: bool,
 }
 

@@ -31,8 +31,8 @@ pub(super) fn delay(counters: &EndpointCounters) -> Option<Duration> {
     Some((usual * USUAL_TIMES).clamp(DELAYS.0, DELAYS.1))
 }
 
-/// The first answer that is a success, or a failure that no other try would change. If both requests fail
-/// otherwise, the later failure.
+/// The first answer that is a success or a final failure, which no other try would change. If both requests fail and
+/// another try could succeed, the later failure.
 pub(super) async fn first_success<T>(
     first: impl Future<Output = Result<T, Trouble>>,
     second: impl Future<Output = Result<T, Trouble>>,

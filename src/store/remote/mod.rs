@@ -91,9 +91,9 @@ struct RemoteStore {
     known: PerProcess<Mutex<HashMap<u64, ObjectState>>>,
     /// The resolved commit of a repository.
     pinned: PinnedCommit,
-    /// Whether the log has the warning about objects that nothing but their length identifies.
+    /// Whether the log has the warning about objects that are identified by their length alone.
     is_unversioned: AtomicBool,
-    /// The objects that are looked at now.
+    /// The lookups that threads wait for now, by the key of the object.
     looks: PerProcess<Mutex<HashMap<String, Arc<SharedLook>>>>,
     /// The time at which each folder was last found. Most folders have no state of their own.
     folders: PerProcess<Mutex<HashMap<String, Instant>>>,
@@ -135,7 +135,8 @@ impl RemoteStore {
     ) -> io::Result<T> {
         RemoteProcess::get()?.runtime.block_on(async {
             let late = |_| io::Error::new(ErrorKind::TimedOut, "no answer in time");
-            // Work that ends at the deadline says more about the reason.
+            // `work` itself ends at the deadline, with an error that gives the reason. So this timeout comes a little
+            // later.
             let rest = deadline.saturating_duration_since(Instant::now());
             tokio::time::timeout(rest + rest / (2 * REASON_PART), work).await.map_err(late)?
         })
@@ -214,11 +215,11 @@ impl RemoteStore {
         let shared = looks.lock().entry(key.to_owned()).or_default().clone();
         let seen = self.run(deadline, shared.get(|| self.look(key, deadline)));
         let mut all = looks.lock();
-        // Only the map and this thread have it.
+        // Only the map and this thread refer to the lookup.
         if Arc::strong_count(&shared) == 2 {
             all.remove(key);
         }
-        // The count of the next thread must not include this one.
+        // This reference is dropped before the lock, because the next thread must not count it.
         drop((shared, all));
         seen
     }
@@ -249,7 +250,8 @@ impl RemoteStore {
     }
 }
 
-/// The last look at an object. Readers that ask while one is in flight share the next one.
+/// The last lookup of an object. Readers that ask while a lookup is in flight share the next lookup, because the one in
+/// flight may return an earlier state.
 #[derive(Default)]
 struct SharedLook(tokio::sync::Mutex<Option<(Instant, Looked)>>);
 
@@ -257,7 +259,7 @@ struct SharedLook(tokio::sync::Mutex<Option<(Instant, Looked)>>);
 type Looked = Result<Option<ObjectState>, (ErrorKind, String)>;
 
 impl SharedLook {
-    /// The result of a look that begins now or later.
+    /// The result of a lookup that begins now or later.
     async fn get<F: Future<Output = io::Result<Option<ObjectState>>>>(
         &self,
         look: impl FnOnce() -> F,

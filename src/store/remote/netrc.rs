@@ -84,8 +84,8 @@ struct NetrcWord {
     is_whole: bool,
 }
 
-/// The entry for `host` in the text of the file: the first `machine` entry with this name, or else the
-/// `default` entry. An entry without a host name matches every host, because it may be meant for this one.
+/// The entry for `host` in the text of the file: the first `machine` entry with this name, or else the `default` entry.
+/// An entry without a host name matches every host, because it may be meant for `host`.
 fn entry_for(text: &str, host: &str) -> Option<NetrcEntry> {
     let (own, for_all): (Vec<NetrcEntry>, Vec<NetrcEntry>) =
         entries_of(text).into_iter().partition(|entry| entry.host.is_some());
@@ -150,7 +150,7 @@ fn value_at(rest: &mut &str) -> Option<String> {
             *rest = before;
             None
         }
-        // With the value of the next line it would be for all hosts.
+        // At the end of a line, the word may also begin the entry for all hosts, whose values are on the next line.
         "default" if !word.is_quoted && is_last => None,
         "" => None,
         _ => word.is_whole.then_some(word.text),

@@ -11,12 +11,12 @@ const PAUSE: Duration = Duration::from_millis(100);
 /// The longest pause, unless the server asks for a longer one.
 const PAUSE_MAX: Duration = Duration::from_secs(5);
 
-/// Longest wait for the next byte in the first try, and shortest wait in any try.
+/// Upper bound of `Patience::stall_limit` in the first try, and its lower bound in any try.
 const STALL_FIRST: Duration = Duration::from_secs(3);
 const STALL_MIN: Duration = Duration::from_millis(200);
 
-/// Longest wait for the next byte in any try. Otherwise a reader without a deadline could wait for a dead
-/// connection for an hour.
+/// Upper bound of `Patience::stall_limit` in any try. Without this bound, a reader without a deadline could wait for a
+/// dead connection for an hour.
 const STALL_MAX: Duration = Duration::from_secs(5 * 60);
 
 /// Maximum number of consecutive tries without any connection, for a request that no read of a user waits for.
@@ -181,8 +181,9 @@ impl Pace {
         Pace { window, since: Instant::now(), have }
     }
 
-    /// Whether `have` of `wanted` bytes came so slowly that another request is likely faster: in the first try,
-    /// if the rest would take more than half of the time that is left, and in later tries, if it would end too late.
+    /// Whether `have` of `wanted` bytes came so slowly that another request is likely faster. In the first try, this is
+    /// so if the rest would take more than half of the time up to the deadline. In later tries, it is so if the rest
+    /// would arrive after the deadline.
     pub(super) fn is_too_slow(&mut self, have: usize, wanted: usize, patience: &Patience) -> bool {
         let (now, elapsed) = (Instant::now(), self.since.elapsed());
         if elapsed < self.window {

@@ -197,8 +197,9 @@ fn own_base(server: &str, bucket: &str, in_host: bool) -> io::Result<String> {
     Ok(if in_host { format!("{scheme}://{bucket}.{host}") } else { format!("{server}/{bucket}") })
 }
 
-/// `listed`, the entries of the folder `key`, with the ETags that the objects' own answers have. The listings of
-/// some servers have none. Objects that the server refuses stay as they are listed.
+/// The entries `listed` of the folder `key`, with the missing ETags filled in. The listings of some servers have no
+/// ETags, so the objects without one are looked up by name. Objects whose lookup the server refuses stay as they are
+/// listed.
 ///
 /// # Errors
 /// If the server does not answer in time, or there are too many objects.

@@ -27,8 +27,8 @@ const CA_BUNDLE: &str = "AWS_CA_BUNDLE";
 /// Maximum length of the file of certificates in bytes.
 const CA_BUNDLE_LEN_MAX: u64 = 16 << 20;
 
-/// Number of shared values of one kind from which the unused ones are dropped. Callers choose the settings, so
-/// their number has no other bound.
+/// If there are this many shared values of one kind, the unused values are dropped. Their number has no other bound,
+/// because callers choose the settings.
 const UNUSED_MAX: usize = 64;
 
 /// A child made by fork(2) has none of the parent's threads, so it creates its own state.

@@ -214,8 +214,8 @@ pub(super) fn target(key: &str, name: &str) -> String {
     format!("/{key}{slash}{name}")
 }
 
-/// The entries of a WebDAV listing. The states in it are used only if the first file has the same state in the
-/// headers of its own answer. If not, each file is looked up.
+/// The entries of a WebDAV listing. The states in the listing are used only if a lookup of the first file returns the
+/// same state. Otherwise each file is looked up.
 async fn whole_listing(
     requests: &Arc<impl Requests>,
     key: &str,

@@ -1,7 +1,7 @@
 //! Requests to the hub: the token, the links to other hosts, and the meaning of refusals.
 //!
-//! The hub answers a request for a large file with a link to another host. The link is signed and expires after
-//! about an hour. All reads of that time use the same link. The token is sent to the hub only.
+//! The hub answers a request for a large file with a link to another host. The link is signed and expires after about
+//! an hour. Reads of the file use the same link until shortly before it expires. The token is sent to the hub only.
 
 use std::io;
 use std::path::PathBuf;

@@ -242,7 +242,8 @@ pub(crate) fn flush() {
     }
 }
 
-/// Number of lines about requests that were left out because of the limit on such lines.
+/// Number of lines about requests that were left out because the number of these lines in a given
+/// time is limited.
 pub(crate) fn limited() -> u64 {
     QUEUE.get().map_or(0, |queue| queue.limited())
 }

@@ -144,8 +144,8 @@ fn drop_in(file: &Path, mounts: &[MountPaths]) -> Option<String> {
     let mut units = Vec::new();
     for mount in mounts {
         let source = mount.source.as_deref().map(Path::new).into_iter().flat_map(Path::ancestors);
-        // The target itself is left out. systemd has a unit for the mount on it, but that is the
-        // mount that the service makes.
+        // The target itself is left out, because its mount unit stands for the mount that the
+        // service makes.
         let target = mount.target.as_deref().map(Path::new).into_iter().flat_map(Path::ancestors);
         units.extend(source.chain(target.skip(1)).filter_map(mount_unit));
     }

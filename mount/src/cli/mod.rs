@@ -76,7 +76,8 @@ fn print_usage(error: &clap::Error) -> ExitCode {
     u8::try_from(error.exit_code()).map_or(ExitCode::FAILURE, ExitCode::from)
 }
 
-/// The arguments that may be URLs, and the files that are written, whose own checks refuse URLs.
+/// The arguments that `refuse_urls` checks only for `bench`. For other commands, they may be URLs,
+/// or they name files to write, which have checks of their own that refuse URLs.
 const MAY_BE_URL: [&str; 6] = ["source", "other", "file", "reference", "out", "html"];
 
 /// Variables with the path of a folder.

@@ -122,7 +122,8 @@ fn scan_source(
 /// Scans `path`, and prints a note about what the scan left out.
 fn scan_tree(path: &Path, options: &OpenOptions) -> Result<Tree, Failure> {
     let tree = Tree::scan(path, options)?;
-    // If the source has no checkpoint, the error has the same summary.
+    // If the source has no checkpoint, the error of the command contains this summary, so no note
+    // is needed.
     if let Some(summary) = tree.left_out.summary().filter(|_| !tree.families().is_empty()) {
         log::note(&format!("{}: {summary}", shown_path(&tree.source)));
     }
@@ -200,9 +201,9 @@ pub(super) fn prove_family(tree: &Tree, head: FolderId) -> (Vec<FoundSet>, Vec<S
     (found, notes)
 }
 
-/// The only checkpoint of the source, notes about it, and the files of the source. The checkpoint may
-/// be too large for one virtual file. Options about files and their format have no effect: the caller
-/// refuses or applies them.
+/// The only checkpoint of the source, notes about it, and the files of the source. The checkpoint
+/// may be too large for one virtual file. Options about files and their format have no effect here,
+/// because the caller refuses or applies these options.
 pub(super) fn one_checkpoint(
     args: &args::SourceArgs,
     mut options: Options,

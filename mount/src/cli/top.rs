@@ -48,7 +48,8 @@ const COLUMNS: [(&str, usize, u8); 12] = [
     ("RSS", 6, 7),
 ];
 
-/// The columns of servers and of disk caches after the name, like those of mounts. The mount is the last column.
+/// The columns of servers and of disk caches after the name, in the form of `COLUMNS`. The last
+/// column names the mount.
 const SERVER_COLUMNS: [(&str, usize, u8); 7] = [
     ("REQ/s", 6, 3),
     ("MB/s", 7, 1),
@@ -238,8 +239,8 @@ fn page(before: &[Seen], now: &[Seen], width: Option<usize>, height: Option<usiz
         most => fit(&mut of_remote, Some(most)),
     }
     let room = height.map(|height| height - of_remote.len());
-    // The files get the lines that the mounts do not need, but at least a third of these lines if
-    // that is enough for one file.
+    // The files get the lines that the mounts do not need. They get at least a third of the lines
+    // that both share, if a third is enough to show one file.
     let most = of_files.len().min(FILES_MAX + 2);
     let least = most.min(room.map_or(most, |room| room / 3));
     if least >= most.min(FILES_MIN) {
@@ -260,7 +261,7 @@ fn columns(name: &'static str, numbers: &[(&'static str, usize, u8)]) -> Vec<Col
     std::iter::once(name).chain(numbers.iter().map(number)).collect()
 }
 
-/// Two looks at a mount. There is no `old` one of a daemon that is new.
+/// Two looks at a mount. `old` is `None` if the first look did not see the same daemon.
 #[derive(Clone, Copy)]
 struct TwoLooks<'a> {
     old: Option<&'a Seen>,
@@ -336,7 +337,7 @@ impl TwoLooks<'_> {
     }
 }
 
-/// A number of microseconds. 0 means that no time is known.
+/// A number of microseconds as text. The text for 0 is `-`, because 0 means that no time is known.
 fn known_time(us: u64) -> String {
     if us > 0 { duration(us) } else { "-".to_owned() }
 }

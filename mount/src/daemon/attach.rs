@@ -181,8 +181,8 @@ pub(crate) fn detach(target: &Path, how: Detach) -> io::Result<()> {
 }
 
 /// Ends the FUSE connection of the device with the minor number `minor`, if the control file system
-/// of FUSE is mounted. The flag MNT_FORCE of umount2(2) also ends it, but only for root, and it
-/// needs a path to the mount.
+/// of FUSE is mounted. umount2(2) with the flag MNT_FORCE also ends the connection, but it requires
+/// root and a path to the mount.
 pub(crate) fn abort_connection(minor: u32) {
     let _ = std::fs::write(format!("/sys/fs/fuse/connections/{minor}/abort"), "1");
 }

@@ -139,10 +139,10 @@ pub(crate) struct LiveMount {
     pub giver: Giver,
 }
 
-/// Mounts, calls `tell` once the mount answers, and serves until the unmount. From the call of
-/// `tell` on, the signals of `ending` unmount. Before it, they end the process. With `handed`, this
-/// process takes over the mount in `handed` instead. That mount must have the same source, target
-/// and options.
+/// Mounts, calls `tell` once the mount answers, and serves until the unmount. Until `tell` is
+/// called, the signals of `ending` end the process. From that call on, they unmount. With `handed`,
+/// this process takes over the mount in `handed` instead. That mount must have the same source,
+/// target and options.
 ///
 /// # Errors
 /// One line with the reason, which may be the error of `tell`. Nothing stays mounted.

@@ -26,8 +26,8 @@ use tensorfs::words;
 /// another user.
 const REPLY_MAX: usize = 16 << 20;
 
-/// Minimum age of a socket that counts as stale if it refuses connections. The daemon of a younger
-/// socket may not listen yet.
+/// Minimum age at which a socket that refuses connections counts as stale. A younger socket may
+/// belong to a daemon that does not listen yet.
 pub(super) const LISTEN_DELAY_MAX: Duration = Duration::from_secs(1);
 
 words! {
@@ -96,8 +96,9 @@ pub(super) fn is_private(folder: &Path, uid: u32) -> io::Result<()> {
 
 /// The sockets in `folder`, the youngest first, each with the minor number of its mount's device.
 ///
-/// The kernel gives the number of an unmounted device to the next mount. The daemon of the unmounted
-/// one may still run without answering. It must not take the time for the daemon of the mount.
+/// The kernel gives the device number of an unmounted mount to the next mount. The daemon of the
+/// unmounted mount may still run and not answer. It must not use up the time limit before the
+/// daemon of the new mount is asked, so the youngest socket comes first.
 pub(super) fn sockets(folder: &Path) -> Vec<(u32, PathBuf)> {
     let entries = std::fs::read_dir(folder).into_iter().flatten().filter_map(Result::ok);
     let sockets = entries.filter(|entry| entry.file_type().is_ok_and(|kind| kind.is_socket()));

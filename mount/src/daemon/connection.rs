@@ -3,11 +3,11 @@
 //!
 //! fuser starts each session with the handshake of a new connection, and its threads run until the
 //! connection ends. A takeover must neither repeat the handshake nor wait for the end of the
-//! connection, so this module works around both facts. During the handshake, a socket takes the
-//! place of the connection, so that a connection whose handshake is already done can be served. To
+//! connection, so this module works around both facts. fuser performs the handshake on a socket in
+//! place of the connection, so that it also serves a connection whose handshake is already done. To
 //! stop the threads, a file replaces the connection under the same descriptor number. Reads of that
 //! file fail, so each thread ends once it has dispatched its request. Late replies are written to
-//! that file, and from there they are sent to the kernel.
+//! that file, and this module passes them on to the kernel.
 
 #![expect(clippy::host_endian_bytes, reason = "the kernel uses the byte order of the machine")]
 
@@ -53,7 +53,8 @@ const STORE: i32 = 4;
 /// The notification code FUSE_NOTIFY_RESEND.
 const RESEND: i32 = 7;
 
-/// Offset of the upper half of the flags in an INIT request, and the bit FUSE_HAS_RESEND in it.
+/// Offset of the upper half of the flags in an INIT request, and the bit FUSE_HAS_RESEND in that
+/// half.
 const HAS_RESEND: (usize, u32) = (56, 1 << 7);
 
 /// Maximum time for the threads to end. They do not block.
@@ -90,8 +91,8 @@ pub(crate) struct OpenSession {
     pub(crate) handshake: FuseInit,
 }
 
-/// Starts to serve `connection` with `threads` threads. `done` is the handshake of another process
-/// that has served the connection before.
+/// Starts to serve `connection` with `threads` threads. If another process has served the
+/// connection before, `done` is the handshake of that process.
 ///
 /// # Errors
 /// If the connection has ended, or if this version would answer the handshake differently.
@@ -147,8 +148,8 @@ fn put_in_place(file: BorrowedFd<'_>, number: RawFd) -> io::Result<()> {
     Ok(())
 }
 
-/// Closes every connection of this process. A connection ends when the last process closes it, and
-/// its readers get errors then.
+/// Closes every connection of this process. When the last process closes a connection, the
+/// connection ends and readers of its mount get errors.
 ///
 /// The end of the process would close the connections too, but only after the last of its threads has
 /// ended. A thread that waits for a source ends only once the source answers.
@@ -162,7 +163,8 @@ pub(crate) fn let_go() {
     for number in numbers {
         let path = std::fs::read_link(format!("/proc/self/fd/{number}"));
         if path.is_ok_and(|path| path.ends_with(DEVICE_NAME)) {
-            // The number stays in use, because another thread may still use it.
+            // The descriptor number stays open, because another thread may still read from or write
+            // to it.
             let _ = put_in_place(nothing.as_fd(), number);
         }
     }
@@ -177,13 +179,13 @@ impl OpenSession {
     /// Serves until the connection ends or the reads are stopped.
     ///
     /// # Errors
-    /// The reason why it ended, unless it was an unmount.
+    /// The reason why the connection ended, unless the mount was unmounted.
     pub(crate) fn run(self) -> io::Result<()> {
         self.session.run()
     }
 }
 
-/// A session whose threads are ended, while its late replies still reach the kernel.
+/// A session whose threads have ended, and whose late replies still reach the kernel.
 pub(crate) struct StoppedReads {
     /// Set to end the thread that sends late replies.
     over: Arc<AtomicBool>,
@@ -266,8 +268,7 @@ fn next_reply(late: &File, offset: u64) -> Option<Vec<u8>> {
 /// The signal that makes a blocked read return. Programs ignore it by default.
 const WAKE_UP: Signal = Signal::SIGURG;
 
-/// Unblocks `WAKE_UP` for this thread and the threads that it starts, in case the calling thread
-/// has it blocked.
+/// Unblocks `WAKE_UP`, which may be blocked, in this thread and in the threads that it starts.
 pub(crate) fn allow_wake_up() {
     let _ = SigSet::from(WAKE_UP).thread_unblock();
 }
@@ -288,8 +289,8 @@ fn wake_readers() {
         let name = std::fs::read_to_string(thread.path().join("comm")).unwrap_or_default();
         let id = thread.file_name().to_str().and_then(|id| id.parse::<libc::pid_t>().ok());
         if let Some(id) = id.filter(|_| name.starts_with("fuser-")) {
-            // SAFETY: the call has no memory operands. A thread that ended meanwhile is an error
-            // that does not matter.
+            // SAFETY: the call has no memory operands. If the thread has ended in the meantime, the
+            // call fails, which does no harm.
             unsafe {
                 libc::syscall(libc::SYS_tgkill, libc::getpid(), id, WAKE_UP as libc::c_int);
             }

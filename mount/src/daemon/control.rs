@@ -290,8 +290,8 @@ impl Server {
                 .filter(|index| self.clients[*index].peer.is_trusted() == is_trusted);
             let oldest = alike.next().filter(|_| alike.count() + 1 >= most);
             if let Some(oldest) = oldest {
-                // The client may have sent its request already. Then it gets its reply before it is
-                // closed.
+                // If the oldest client has sent its request already, it gets its reply before its
+                // connection is closed.
                 let _ = self.clients.remove(oldest).advance(&self.answer);
             }
             let deadline = Instant::now() + CLIENT_TIMEOUT;

@@ -74,7 +74,8 @@ pub(crate) struct Ending {
     /// The connection to the kernel.
     pub connection: Arc<OwnedFd>,
     pub service: Arc<Service>,
-    /// A lock that is held during the unmount: the process must not end during it.
+    /// A lock that is held during the unmount, because the process must not end before the unmount
+    /// is done.
     pub taking_off: Arc<Mutex<()>>,
 }
 
@@ -122,8 +123,8 @@ impl Ending {
         control::exit();
     }
 
-    /// Whether the connection to the kernel is open. It closes when nothing uses the mount any
-    /// more.
+    /// Whether the connection to the kernel is open. The kernel closes the connection when nothing
+    /// uses the mount any more.
     fn is_connected(&self) -> bool {
         let mut polled = [PollFd::new(self.connection.as_fd(), PollFlags::empty())];
         let ended = poll(&mut polled, PollTimeout::ZERO).is_ok_and(|ready| ready > 0);

@@ -191,8 +191,9 @@ impl Received {
         Ok(Received { connection, mount, handshake, fs, contents, files })
     }
 
-    /// Returns the state of the file system with the open files. From now on, the end of this process may wait for the
-    /// file systems of these files. The start of a program by this process may wait for these file systems too.
+    /// Returns the state of the file system with the open files. From now on, this process has
+    /// these files open, so its end may wait for their file systems. If this process starts a
+    /// program, that start may wait for them too.
     ///
     /// # Errors
     /// If no descriptor is free.

@@ -126,7 +126,7 @@ fn unmount_below_covers(ours: &Mount, table: &[Mount]) -> io::Result<()> {
     taken_off
 }
 
-/// Makes a temporary folder for the mounts that are moved aside. It is not below `cover`.
+/// Makes a temporary folder for the mounts that are moved aside. This folder is not below `cover`.
 fn make_folder(cover: &Path) -> io::Result<PathBuf> {
     let name = format!("tensorfs-aside-{}", std::process::id());
     let mut made = Err(io::ErrorKind::NotFound.into());
@@ -143,8 +143,8 @@ fn make_folder(cover: &Path) -> io::Result<PathBuf> {
     made
 }
 
-/// Unmounts a mount that is shared with other mount namespaces. The mounts on top of it stay in
-/// place.
+/// Unmounts the mount `ours`, which is shared with other mount namespaces. The mounts on top of
+/// `ours` stay in place.
 ///
 /// This thread enters a private mount namespace. There it unmounts the mounts on top, which affects
 /// no other namespace. Then the parent mount joins the peer group of the original parent, so that
@@ -215,8 +215,8 @@ fn open_path(folder: &Path) -> io::Result<File> {
     options.read(true).custom_flags(flags).open(folder)
 }
 
-/// The folder of indexes. `None` if the folder lies in the mount itself: the daemon would wait for
-/// itself.
+/// The folder of indexes. `None` if the folder lies in the mount itself, because the daemon would
+/// wait for its own answers.
 pub(super) fn index_folder(options: &Options, target: &Path) -> Option<PathBuf> {
     let folder = options.index_dir.folder()?;
     if lies_in(&folder, target) {
@@ -226,8 +226,8 @@ pub(super) fn index_folder(options: &Options, target: &Path) -> Option<PathBuf> 
     Some(folder)
 }
 
-/// Removes the disk cache from `open` if it lies in the mount itself: the daemon would wait for
-/// itself.
+/// Removes the disk cache from `open` if the cache lies in the mount itself, because the daemon
+/// would wait for its own answers.
 pub(super) fn check_disk_cache(open: &mut OpenOptions, target: &Path) {
     let within = open.disk_cache.take_if(|place| lies_in(&place.folder, target));
     if let Some(place) = within {

@@ -33,9 +33,9 @@ pub(super) enum ReadPath {
 }
 
 impl ReadPath {
-    /// Chooses what a new mount of `source` reads. Also returns the path and the options that open
-    /// it. `given` is the source as the user gave it: a path, or the name of a model in the hub
-    /// cache.
+    /// Chooses what a new mount of `source` reads. Also returns the chosen path and the options
+    /// that open it. `given` is the source as the user gave it: a path, or the name of a model in
+    /// the hub cache.
     pub(super) fn find(
         given: &Path,
         source: &Path,

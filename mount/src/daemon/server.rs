@@ -109,7 +109,7 @@ impl KernelServer {
     }
 
     /// Waits until `stop` and `give` can run without waiting for the source, at most for `limit`.
-    /// Requests are served in the meantime. Returns whether they can.
+    /// Requests are served in the meantime. Returns whether both can run now.
     pub(crate) fn prepare_to_stop(&self, limit: Duration) -> bool {
         let (shared, started) = (&*self.0, Instant::now());
         shared.fs.wait_for_adoptions(limit)
@@ -185,7 +185,8 @@ impl KernelServer {
             if !shared.handshake.can_resend() {
                 shared.in_flight.wait_for_all(Duration::MAX);
             }
-            // A reply that was not sent here would be sent again by the other process.
+            // Replies that exist already are sent now, because the other process would otherwise
+            // have to answer the same requests again.
             stopped.end();
         }
         // The other process continues to use the registrations for passthrough. A drop would close

@@ -304,8 +304,9 @@ fn prove_enough(nodes: &Nodes) -> Result<(), String> {
     prove_until_one(families, &|| tree.nothing_found())
 }
 
-/// Proves families until a checkpoint is valid. `families` has the path of each family's folder. A panic counts as
-/// a refusal of that family only, and later reads of the folder try its proof again.
+/// Proves families until a checkpoint is valid. `families` has the path of each family's folder. A
+/// panic during a proof refuses only that family, and a later read of the family's folder tries the
+/// proof again.
 fn prove_until_one(
     families: impl Iterator<Item = (String, impl FnOnce() -> Vec<SetOutcome>)>,
     nothing_found: &dyn Fn() -> String,
@@ -459,8 +460,9 @@ fn serve(
         // If a later step fails, the other process continues to use the registrations for passthrough. A drop would
         // close them.
         std::mem::forget(fs.clone());
-        // The kernel sends requests again that the other process has read but not answered. It does so before any
-        // thread of this process reads, so that no request is answered twice.
+        // This makes the kernel send again the requests that the other process has read but not
+        // answered. It runs before any thread of this process reads requests, so that no request is
+        // answered twice.
         if handshake.can_resend() {
             notifications.resend()?;
         }
@@ -478,9 +480,10 @@ fn serve(
     Ok((server, live))
 }
 
-/// Starts the thread that tells the kernel which names and attributes are out of date. It may wait for requests
-/// that other threads answer. If its queue is full, a message is dropped, and the kernel's cached fact expires
-/// after one second.
+/// Starts the thread that tells the kernel which names and attributes are out of date. It is a
+/// thread of its own, because the kernel may make it wait for requests that other threads answer.
+/// If the queue of this thread is full, the message is dropped, and the outdated fact stays in the
+/// kernel's cache for at most one second.
 fn kernel_teller(kernel: Notifications) -> io::Result<TellKernel> {
     let (send, receive) = std::sync::mpsc::sync_channel(OUT_OF_DATE_MAX);
     let tell = move || {
@@ -589,7 +592,8 @@ impl Running {
         }
     }
 
-    /// Serves until the unmount. Another process unmounts, or this process does on one of `ending::ending_signals`.
+    /// Serves until the unmount. Either another process unmounts, or this process unmounts when it
+    /// gets one of `ending::ending_signals`.
     ///
     /// `ending::block_signals` must have blocked the signals in all threads.
     ///

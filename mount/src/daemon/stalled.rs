@@ -49,8 +49,8 @@ pub(crate) fn unless_stalled<T: Send + 'static>(
     work: impl FnOnce() -> T + Send + 'static,
 ) -> Result<T, String> {
     // The thread may remain after an error, so it must not receive the signals that end the mount.
-    // Threads that exist already do other work, for example answer the supervisor, so they do not
-    // count.
+    // The activity of threads that exist already is ignored, because they do other work, for
+    // example answer the supervisor.
     let others = activity(&Activity::new());
     let blocked = SigSet::all().thread_swap_mask(SigmaskHow::SIG_SETMASK);
     let started = Asked::on_thread("start", work);
@@ -83,9 +83,9 @@ fn no_answer(limit: Duration) -> String {
     format!("no answer within {} seconds (io-timeout=)", limit.as_secs_f64())
 }
 
-/// Probes `path`, a file or folder that may be missing, from another process. A process cannot end
-/// while one of its threads waits for a file system. In a folder, the first byte of up to `reads`
-/// files is read too. Fails only if an answer does not come, or if the probe cannot run.
+/// Probes `path`, a file or folder that may be missing, from another process, because a process
+/// cannot end while one of its threads waits for a file system. In a folder, the first byte of up
+/// to `reads` files is read too. Fails only if an answer does not come, or if the probe cannot run.
 ///
 /// # Errors
 /// A clause: an answer took longer than `limit`, or the probe could not run.

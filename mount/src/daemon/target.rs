@@ -65,7 +65,7 @@ pub(super) fn warn_of_content(target: &Path) {
 
 /// Whether the daemon of the mount on `path` has ended.
 ///
-/// Calls statvfs, which always reaches the daemon, while the kernel may answer stat(2) from its
+/// Calls statvfs, because it always reaches the daemon. The kernel may answer stat(2) from its
 /// cache for a second. A daemon that is alive but does not answer is not dead.
 fn is_dead(path: &Path) -> bool {
     let path = path.to_owned();

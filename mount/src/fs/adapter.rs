@@ -270,8 +270,9 @@ impl FsState {
         }
     }
 
-    /// The current version of the source of a file that follows its source. It is the version of the file that is
-    /// open, or of the file that is now at the source path if none is open.
+    /// The current version of the source of a file that follows its source. If the node is open, it
+    /// is the version of the open source file, and otherwise the version of the file that is now at
+    /// the source path.
     fn look(&self, node: &Node, fh: Option<FileHandle>) -> Option<Version> {
         let handles = self.handles.read();
         let handle = fh.and_then(|fh| handles.get(&fh.0)).cloned();

@@ -17,8 +17,8 @@ use tensorfs::internal::version::Version;
 
 use crate::serve::file_events::{Writer, writer_of};
 
-/// Time until the next look at files that a process writes. An event at the end of the writing
-/// makes the look earlier.
+/// Time until the next look at files that a process writes. If an event reports the end of the
+/// writing, the look comes earlier.
 const WRITTEN: Duration = Duration::from_secs(1);
 
 /// Minimum time for which a file must be unreadable before its error is shown. A younger error may
@@ -83,8 +83,8 @@ impl Arrivals {
 enum Writing {
     GoesOn,
     /// The writing counts as ended once the files are unchanged for this time. The time is zero if
-    /// the kernel says that no process writes the files. Otherwise it is not known whether a
-    /// process writes them.
+    /// the kernel says that no process writes the files. If the time is not zero, it is not known
+    /// whether a process writes the files.
     EndsAfter(Duration),
 }
 
@@ -120,8 +120,8 @@ fn held_for(facts: &SetFacts, grace: Duration) -> Option<Duration> {
         None if facts.downloading => return Some(WRITTEN),
         None => grace,
         Some(Tail::Unproven) if facts.downloading => return Some(WRITTEN),
-        // The files do not say how many shards there are. If the shards came one after the other,
-        // the next shard would have come after a pause similar to the earlier pauses.
+        // The files do not say how many shards there are. If shards arrive one after the other, a
+        // further shard would arrive after a pause similar to the earlier pauses.
         Some(Tail::Unproven) if facts.files > 1 => (facts.pause * 3).clamp(TAIL_MIN, TAIL_MAX),
         Some(Tail::Unproven) => TAIL_MAX,
         Some(Tail::Proven) => Duration::ZERO,
@@ -206,7 +206,7 @@ pub(super) fn why_arriving(
 pub(super) fn plain_held_for(entry: &MountEntry, grace: Duration) -> Option<Duration> {
     let Content::Whole { file, proved: None } = &entry.content else { return None };
     let quiet = since(changed_at(&file.version));
-    // The kernel is not asked about writers of old files: there may be many of them.
+    // The kernel is not asked about writers of old files, because a folder may have many old files.
     if quiet >= grace {
         return None;
     }

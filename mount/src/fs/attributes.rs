@@ -206,9 +206,10 @@ fn may_be_encrypted(tree: &Tree, node: &Node) -> bool {
 /// The origin of the bytes of a node.
 struct PlaceInSource {
     folder: PathBuf,
-    /// Name of a weight file in that folder. For a virtual file, it is the first one.
+    /// Name of a weight file in that folder. For a virtual file, it is the first weight file of the
+    /// checkpoint.
     member: Option<String>,
-    /// Name of the virtual file, if that has only some of the tensors.
+    /// Name of the virtual file, if that file has only some of the tensors of the checkpoint.
     part: Option<String>,
 }
 
@@ -244,12 +245,16 @@ fn is_of_model_folder(folder: &Folder, file: &File) -> bool {
 /// The value of `XATTR_SOURCE`. `config` is the hash of the `config.json` that the view read.
 /// `below` has the folders below the node that have such a config, each with the hash of the text.
 ///
-/// A program that opens the mount reads either the files of the source itself or the files of the mount. It reads the
-/// files of the mount in three cases. First, the value has `"made": true`: with `through_mount`, for folders between
-/// the root and the folders of ranks, for generated texts, and for more than `CONFIGS_MAX` configs. The value of a
-/// folder between the root and the folders of ranks names the root, and the value of a generated text names its folder.
-/// Second, the node has no value: folders that `layout=hub` makes, and files of `config=` or of the folder with the
-/// config of the model. Third, the mount has a key: nodes that may be encrypted have no value.
+/// A program that opens the mount reads either the files of the source itself or the files of the
+/// mount. It reads the files of the mount in two cases:
+///
+/// - The value has `"made": true`. This is so with `through_mount`, for folders between the root
+///   and the folders of ranks, for generated texts, and for more than `CONFIGS_MAX` configs. The
+///   value of a folder between the root and the folders of ranks names the root, and the value of a
+///   generated text names its folder.
+/// - The node has no value. This is so for folders that `layout=hub` makes, for files of `config=`
+///   or of the folder with the config of the model, and for paths that are not UTF-8. If the mount
+///   has a key, it is also so for nodes that may be encrypted.
 fn source_of(
     tree: &Tree,
     node: &Node,

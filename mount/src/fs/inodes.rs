@@ -1,9 +1,9 @@
 //! The inodes of a mount: folders, files, their attributes and their open files.
 //!
-//! This module is independent of FUSE: `adapter` translates between the two. An inode number identifies a path and
-//! a version of its content. A file that is replaced in the source gets a new number, and programs that have the
-//! old file open keep the old number. A family is a folder with those subfolders whose checkpoints are proved
-//! together with it.
+//! This module is independent of FUSE: `adapter` translates between the two. An inode number
+//! identifies a path and a version of its content. A file that is replaced in the source gets a new
+//! number, and programs that have the old file open keep the old number. A family is a folder and
+//! those of its subfolders whose checkpoints are proved together with its own checkpoints.
 
 mod changes;
 mod checks;
@@ -51,13 +51,14 @@ struct Listed {
     positions: Arc<Positions>,
     /// Why sets of the folder are refused. `None` if no set is refused.
     refused: Option<Refusal>,
-    /// Time of the last check of a refused set for whether it has become whole.
+    /// Time of the last check for refused sets that have become whole.
     asked: Instant,
     /// Names of the sets that are shown.
     shown: Arc<BTreeSet<String>>,
     /// Names of weight files that the folder shows only as part of a set.
     weights: Arc<BTreeSet<String>>,
-    /// The states of the sets at the last look, and the names of those that are still arriving.
+    /// The state of each set at the last look, and in `held` the names of the sets that are still
+    /// arriving.
     marks: Arc<[Mark]>,
     held: Arc<[String]>,
 }
@@ -97,8 +98,9 @@ enum Progress {
     Proved,
 }
 
-/// A proof of a family that runs now. If it ends without an outcome, after a panic or because no thread could
-/// start, the waiters are dropped and their requests get EIO. The next look tries again.
+/// A running proof of a family. After a panic, or if no thread could start, the proof has no
+/// outcome. Then the waiters are dropped, their requests get EIO, and the next request starts a new
+/// proof.
 struct Proving {
     nodes: Arc<Nodes>,
     top: FolderId,
@@ -127,7 +129,7 @@ impl Drop for Proving {
     }
 }
 
-/// The result of looking up a name in a folder.
+/// The result of a lookup of a name in a folder.
 #[derive(Debug)]
 pub(crate) enum NameEntry {
     /// The node with this name.
@@ -146,8 +148,9 @@ pub(crate) struct Nodes {
     by_ino: RwLock<HashMap<u64, Arc<Node>>>,
     /// The folders that a request has asked for.
     folders: RwLock<HashMap<FolderId, FolderState>>,
-    /// Number of shards of each set that has an unproven tail or whose headers record the shapes of whole tensors.
-    /// The keys are the path of the folder and the name of the set: a folder that is removed may come back at its
+    /// Number of shards of each set whose tail is unproven or whose headers record the shapes of
+    /// whole tensors. The keys are the path of the folder and the name of the set, so that an
+    /// unwatched mount still finds the number after a folder was removed and has come back at its
     /// path.
     shards_proved: Mutex<HashMap<PathBuf, HashMap<String, usize>>>,
     /// Whether the last pieces of each shown set are proved.
@@ -170,13 +173,13 @@ pub(crate) struct Nodes {
     checks: checks::FolderChecks,
 }
 
-/// Minimum time between two checks of a refused set for whether it has become whole.
+/// Minimum time between two checks for refused sets that have become whole.
 const ASK_INTERVAL: Duration = Duration::from_millis(500);
 
 impl Nodes {
-    /// The nodes of `tree`, with nothing proved yet. `checked` says whether weights are compared with checksums when
-    /// they are read. `grace` is set if changes of the source are followed: a set that is not whole counts as broken
-    /// after this time.
+    /// The nodes of `tree`, with nothing proved yet. `checked` says whether weights are compared
+    /// with checksums when they are read. `grace` is `None` if changes of the source are not
+    /// followed. Otherwise, it is the time after which a set that is not whole counts as broken.
     pub(crate) fn new(
         tree: Tree,
         checked: bool,
@@ -253,8 +256,9 @@ impl Nodes {
         self.folders.read().get(&folder)?.listed.clone()
     }
 
-    /// Calls `then` once `folder` is listed. If it is listed already, the caller's thread calls `then`. Otherwise
-    /// the thread that proves the folder does, so that a slow proof does not block other requests.
+    /// Calls `then` once `folder` is listed. If it is listed already, the calling thread calls
+    /// `then`. Otherwise the thread that proves the folder calls `then`, so that a slow proof does
+    /// not block other requests.
     pub(crate) fn when_listed(
         self: &Arc<Self>,
         pool: &BlockingPool,
@@ -469,8 +473,8 @@ impl Nodes {
     pub(crate) fn forget_folder(&self, id: FolderId) {
         let state = self.folders.write().remove(&id);
         let mut progress = self.progress.lock();
-        // During a proof, the state stays: the thread that proves the folder calls the waiters and forgets the
-        // state after that.
+        // While a proof runs, its state stays in `progress`. The thread that proves the folder
+        // first calls the waiters in the state, and then removes the state.
         if matches!(progress.get(&id), Some(Progress::Proved | Progress::Unproved)) {
             progress.remove(&id);
         }
@@ -523,7 +527,8 @@ impl Nodes {
         let Some(listed) = self.listed(folder) else { return NameEntry::Absent };
         match find(&listed.entries, name) {
             Some(node) if node.is_outdated() => {
-                // A file that belongs to no checkpoint can disappear and come back on its own.
+                // A file that belongs to no checkpoint can disappear and come back independently of
+                // the checkpoints.
                 let gone = node.is_plain() && self.tree().file_now(folder, name).is_none();
                 if gone { NameEntry::Absent } else { NameEntry::Stale }
             }
@@ -610,8 +615,8 @@ impl Nodes {
         found.then_some(node)
     }
 
-    /// Registers the node of a folder. If a node of the same path is registered already, the kernel may refer to
-    /// it: then that node is returned and represents the new folder.
+    /// Registers the node of a folder. If a node of the same path is registered already, that node
+    /// is returned and represents the new folder, because the kernel may refer to it.
     fn registered_folder(&self, mut node: Node) -> Arc<Node> {
         let access = self.access_without_source(&node);
         let mut by_ino = self.by_ino.write();
@@ -631,9 +636,10 @@ impl Nodes {
         node
     }
 
-    /// Registers `node` by its inode number, and counts one more listing of it. Returns the registered node if that
-    /// is the same file in the same version. If the number belongs to another file, the node gets the next free
-    /// number. If the registered version was found outdated, the node gets a new version.
+    /// Registers `node` by its inode number. If the same file in the same version is registered
+    /// already, uses that node instead. If the number belongs to another file, `node` gets the next
+    /// free number. If the version was found outdated, or if its bytes came from another path,
+    /// `node` gets a new version. Counts one more listing of the node that is returned.
     fn registered(&self, mut node: Arc<Node>) -> Arc<Node> {
         let access = self.look_at_access(&node);
         let mut by_ino = self.by_ino.write();

@@ -4,7 +4,7 @@
 //! knows. One thread reads the events of folders and decides which look is next. Other threads take
 //! the looks, because a folder may lie on a file system that never answers. A thread takes one look
 //! after the other. If all threads have waited for more than `STUCK`, another thread starts.
-//! Several events of one folder in a row cause one look.
+//! Several events of one folder that arrive before its look begins cause only one look.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
 use std::io;
@@ -40,8 +40,8 @@ const STUCK: Duration = Duration::from_secs(1);
 const THREADS_MAX: usize = 8;
 const STUCK_MAX: usize = 2;
 
-/// Time between two rounds over all folders. The rounds include folders that have events, because a
-/// mount on a folder of the source causes no event.
+/// Time between two rounds over all folders. The rounds include folders that have events, because
+/// mounting another file system on a folder of the source causes no event.
 const ROUND: Duration = Duration::from_secs(30);
 
 /// Longest sleep of the thread that reads events.
@@ -274,7 +274,7 @@ impl Live {
 
     /// Adds a look at each folder without events. The root of the source is always among these
     /// folders, since another folder may be mounted on it. A look at the path that the user gave is
-    /// always added too, because the links in this path have no events.
+    /// always added too, because changes of links in this path cause no events.
     fn poll(&self) {
         let root = self.nodes.tree().folder(0).path.clone();
         let mut state = self.state.lock();
@@ -414,8 +414,9 @@ impl Live {
         }
     }
 
-    /// Handles a link in the user's path that now leads to another folder. If the old source is
-    /// gone, the mount follows the link. Otherwise the log says once that the link has changed.
+    /// Handles a link in the user's path that now leads to another folder. If the old folder is
+    /// gone, the mount follows the link to the new folder. Otherwise the mount keeps the old
+    /// folder, and the log says once that the link has changed.
     fn look_at_given_path(&self) {
         let tree = self.nodes.tree();
         if self.nodes.follow_given() {

@@ -37,8 +37,8 @@ pub(crate) const ROOT: u64 = 1;
 pub(crate) struct Node {
     /// Inode number.
     pub(crate) ino: u64,
-    /// The folder of the source that this node is, or that its file lies in. Another folder may
-    /// replace it.
+    /// The folder of the source that this node is, or that its file lies in. Another folder at the
+    /// same path may replace this folder.
     folder: AtomicUsize,
     /// Path in the mount.
     pub(crate) path: PathBuf,
@@ -54,7 +54,8 @@ pub(crate) struct Node {
     was_opened: AtomicBool,
     /// Whether its source was found changed or replaced.
     outdated: AtomicBool,
-    /// The end of the last check that found the sources unchanged, until an open relies on it.
+    /// The time at which the last check that found the sources unchanged ended. An open removes it,
+    /// because only one open may rely on a check.
     last_current: Mutex<Option<Instant>>,
     /// Number of listings that contain the node. It is 1 for a folder of the tree. At 0 the node is
     /// kept only while it is open or the kernel refers to it.
@@ -254,8 +255,9 @@ impl Node {
         outdated
     }
 
-    /// Like `is_outdated`, for an open. The kernel looks a name up just before it opens it. If a
-    /// check of that lookup was made by a server, the server is not asked again.
+    /// Like `is_outdated`, for an open. The kernel looks up a name just before it opens the file.
+    /// If the sources are on servers and that lookup has just checked them, the servers are not
+    /// asked again.
     pub(crate) fn is_outdated_at_open(&self) -> bool {
         let last = self.last_current.lock().take();
         let is_fresh = last.is_some_and(|end| end.elapsed() < LOOKUP_TO_OPEN);
@@ -269,7 +271,8 @@ impl Node {
             return false;
         }
         let is_outdated = self.is_outdated();
-        // The check of an open is not that of a lookup.
+        // The next open must not rely on this check, which was made for an open and not for a
+        // lookup.
         *self.last_current.lock() = None;
         is_outdated
     }
@@ -429,8 +432,8 @@ pub(crate) fn file_node(
     let mut add = |version: Version| {
         newest = newest.max(version.shown_time());
         let (file, content) = (version.file_words(), version.content_words());
-        // A plain file keeps its identity when it is written to, so only the identity of the file
-        // counts.
+        // A plain file must keep its inode number when it is written to, so only the identity of
+        // the source file counts.
         let words = if plain { &file[..] } else { &content[..] };
         words.iter().for_each(|word| hash.update(word.to_le_bytes()));
     };
@@ -486,8 +489,9 @@ pub(crate) fn renumbered(node: &Node) -> Node {
     numbered(node, node.ino.wrapping_add(1).max(ROOT + 1), version)
 }
 
-/// Copies the node with a new version. A version with the same lengths and times was found changed,
-/// so the kernel's pages and the assembled copies of that version must not be used for this node.
+/// Copies the node with a new version. The bytes of a version may change although lengths and times
+/// stay the same. If that was found, the kernel's pages and the assembled copies of the old version
+/// must not be used for this node.
 pub(crate) fn reversioned(node: &Node) -> Node {
     let mut hash = Sha256::new();
     hash.update(node.ino.to_le_bytes());

@@ -91,8 +91,9 @@ impl Current {
     }
 
     /// Whether the sources are unchanged, without requests to a server. Each read of a store names
-    /// the version that it wants, so a replaced object makes the next read fail. This is also true
-    /// in a mount that is taken over, where the sources have not been checked yet.
+    /// the version that it wants, so a replaced object makes the next read fail. A replaced object
+    /// is also found in this way in a mount that is taken over, where the sources have not been
+    /// checked yet.
     pub(super) fn is_unchanged_once_open(&self) -> bool {
         match &self.file {
             OpenContent::Virtual(_) => {

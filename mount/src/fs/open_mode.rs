@@ -48,7 +48,8 @@ impl<B> OpenModes<B> {
         }
     }
 
-    /// Notes that a handle was closed which the kernel served. Its registration has been dropped.
+    /// Notes that a handle that the kernel served was closed. The caller must have dropped the
+    /// handle's reference to the registration.
     pub(crate) fn closed_by_kernel(&mut self, ino: u64) {
         if matches!(self.0.get(&ino), Some(OpenMode::Kernel(backing)) if backing.strong_count() == 0)
         {
@@ -56,8 +57,8 @@ impl<B> OpenModes<B> {
         }
     }
 
-    /// Notes that a handle was closed which the daemon served. After the last of them, the next
-    /// open may use passthrough.
+    /// Notes that a handle that the daemon served was closed. Once no handle of the file is left,
+    /// the next open may use passthrough.
     pub(crate) fn closed_by_us(&mut self, ino: u64) {
         let Some(OpenMode::Daemon(handles)) = self.0.get_mut(&ino) else { return };
         *handles -= 1;

@@ -10,7 +10,7 @@ use tensorfs::internal::checkpoint::Set;
 use tensorfs::internal::error::shown_path;
 use tensorfs::internal::sync::Mutex;
 
-/// Maximum number of checkpoints in one state that `status` lists.
+/// Maximum number of checkpoints that `status` lists for each state.
 const NAMED_MAX: usize = 20;
 
 /// Maximum number of checkpoints that the mount remembers after they have disappeared.
@@ -151,7 +151,7 @@ impl SetStates {
     }
 }
 
-/// Forgets the sets beyond `ABSENT_MAX` that are gone.
+/// Forgets sets that are gone, until at most `ABSENT_MAX` of them remain.
 fn forget_most(states: &mut BTreeMap<PathBuf, SetState>) {
     let absent = states.values().filter(|state| **state == SetState::Absent).count();
     let mut left = absent.saturating_sub(ABSENT_MAX);

@@ -22,8 +22,8 @@ pub(crate) struct Rights {
     pub mode: u32,
 }
 
-/// The largest modes. The mount is read-only. The write bit is set so that the owner of a copy of a
-/// folder can remove the copy.
+/// The largest modes of folders and files. The mount is read-only, but folders have the write bit,
+/// so that the owner of a copy of a folder can remove the copy.
 const FOLDER_BITS: u32 = 0o755;
 const FILE_BITS: u32 = 0o444;
 
@@ -117,8 +117,8 @@ pub(crate) struct NodeAccess {
 
 impl NodeAccess {
     /// The access that `limits` define: first the limits for seeing the node, then the limits for
-    /// listing it. `None` lets nobody in. `rights` are the rights that the rules give to the path
-    /// of the node itself.
+    /// listing it. If `limits` is `None`, nobody is let in. `rights` are the rights that the rules
+    /// give to the path of the node itself, without the limits of other paths.
     pub(crate) fn new(
         rights: Rights,
         is_folder: bool,
@@ -206,7 +206,7 @@ impl Sharing {
         self.rules.iter().position(|rule| names.iter().any(|name| rule.matches(name)))
     }
 
-    /// The rights that a rule gives. Without a rule, the rights of the whole mount.
+    /// The rights that a rule gives. If `rule` is `None`, the rights of the whole mount.
     pub(crate) fn rights_by(&self, rule: Option<usize>, is_folder: bool) -> Rights {
         let rule = rule.and_then(|rule| self.rules.get(rule));
         let mode = rule.and_then(|rule| rule.mode).unwrap_or(!self.umask);

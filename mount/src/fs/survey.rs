@@ -156,8 +156,8 @@ impl Survey<'_> {
         real.is_some_and(is_there) && self.tree.is_config_file(file)
     }
 
-    /// The folder that has the set in `directory`, from the family of `id`. Adds the limits of that
-    /// folder and of the folders from there up to `id`.
+    /// The folder of the family of `id` that has the set in `directory`. Adds the limits of that
+    /// folder and of all folders between it and `id`.
     fn member(&mut self, id: FolderId, directory: &Path) -> Option<FolderId> {
         let family = self.tree.family(id);
         let found = family.into_iter().find(|member| self.tree.folder(*member).path == directory);
@@ -223,8 +223,9 @@ impl Survey<'_> {
         if self.tree.options.hub {
             self.shown_in_hub(path, kind);
         }
-        // A rule that covers both paths gives both to the same users, so the permissions of the source
-        // do not count. The files of one model in a hub cache belong together.
+        // A rule that covers both the link and its target gives both to the same users, so the
+        // permissions of the source do not count. They do not count either if both are files of one
+        // model in a hub cache.
         let is_own = link.is_some_and(|link| self.tree.store().is_own_blob(link, path));
         if !same_rule && !is_own {
             self.in_source(path, kind, &root);

@@ -20,8 +20,8 @@ const LINES_MAX: usize = 1024;
 /// Maximum size of all queued lines, in bytes.
 const BYTES_MAX: usize = 1 << 20;
 
-/// Maximum number of lines about requests in `LIMIT_TIME`. A reader whose read fails may repeat it
-/// without end.
+/// Maximum number of lines about requests in `LIMIT_TIME`. This limit is needed because a program
+/// may repeat a failing read without end.
 const REQUESTS_MAX: u32 = 20;
 
 /// The interval to which `REQUESTS_MAX` applies. After the interval, one line says how many lines
@@ -53,7 +53,7 @@ struct State {
     /// Number of the thread that writes. A thread with a lower number ends once its current write
     /// returns.
     writer: u64,
-    /// Whether that thread is writing a line.
+    /// Whether the thread with the number `writer` is writing a line.
     writing: bool,
     /// Whether the last line could not be written.
     failing: bool,
@@ -277,9 +277,9 @@ impl State {
         !self.failing && self.dropped > self.told
     }
 
-    /// The next line to write. At the position of dropped lines, it is a report of their number.
-    /// The report comes with the number of all lines dropped so far. `told` gets this number once
-    /// the report is written.
+    /// The next line to write. At the position of dropped lines, it is a report of their number. A
+    /// report is returned with the number of all lines dropped so far. `told` is set to this number
+    /// once the report is written.
     fn next(&mut self) -> Option<(Line, Option<u64>)> {
         if self.has_losses() && self.before_loss == 0 {
             let lost = self.dropped - self.told;

@@ -25,8 +25,8 @@ const LIMIT: Duration = Duration::from_secs(2);
 /// Maximum number of workers that are asked at the same time.
 const ASKED_MAX: usize = 32;
 
-/// Maximum age of the cached metrics page. Clients that come at the same time share one set of
-/// requests to the workers.
+/// Maximum age of the cached metrics page. With the cached page, clients that come at the same time
+/// cause only one set of requests to the workers.
 const PAGE_AGE: Duration = Duration::from_millis(500);
 
 /// Time without a post by the supervisor after which the service counts as not healthy.
@@ -50,7 +50,7 @@ pub(super) struct PostedMount {
 struct Posted {
     at: Instant,
     mounts: Vec<PostedMount>,
-    /// Whether the last config that was read is in use.
+    /// Whether the config that was read last is in use, and was not refused.
     is_config_good: bool,
 }
 

@@ -22,8 +22,8 @@ const BACK_OFF_MAX: Duration = Duration::from_secs(60);
 /// again.
 const STABLE: Duration = Duration::from_secs(60);
 
-/// Limits in seconds for the time in which a worker must take over a mount. The time itself is
-/// `io-timeout=`. Readers of the mount wait during it.
+/// Minimum and maximum number of seconds in which a worker must take over a mount. Between these
+/// limits, the time is `io-timeout=`. Readers of the mount wait during the takeover.
 const TAKEOVER_MIN: u32 = 10;
 const TAKEOVER_MAX: u32 = 30;
 
@@ -293,7 +293,8 @@ impl ServiceMount {
         self.phase = Phase::Waiting(Instant::now() + wait);
     }
 
-    /// Returns whether the worker has failed to take over the mount since the last call.
+    /// Returns whether a worker has failed to take over the mount since the last call of this
+    /// function.
     pub(super) fn take_abandoned(&mut self) -> bool {
         std::mem::take(&mut self.is_abandoned)
     }

@@ -45,8 +45,8 @@ const LEAVING_TICKS: u32 = 13;
 /// system.
 const STUCK_TICKS: u32 = 5;
 
-/// Number of ticks for which the end of the service, or a worker at the same place, waits for a program that
-/// unmounts.
+/// Number of ticks for which the end of the service waits for a program that unmounts. A worker
+/// waits for the same time for a program that ends a connection at its mount point.
 const HELPER_TICKS: u32 = 5;
 
 /// Number of ticks after which the service counts as ready although mounts are still starting.
@@ -70,11 +70,11 @@ struct Helper {
     /// ended.
     place: Option<PathBuf>,
     ticks: u32,
-    /// Whether the end of the service waits for it.
+    /// Whether the end of the service waits for this program.
     is_awaited: bool,
 }
 
-/// A read of the config that is running on another thread.
+/// A running read of the config, which another thread makes.
 struct Reading {
     /// This pipe closes when the thread ends.
     done: PipeReader,
@@ -237,8 +237,8 @@ impl Supervisor {
     fn kill(&mut self, worker: WorkerProcess, name: String) {
         let is_at = |mount: &ServiceMount| mount.config.target == worker.place;
         let has_successor = self.mounts.iter().any(|it| is_at(it) && it.worker().is_some());
-        // The successor started after this mount was gone, so the mount of the successor may have the same device
-        // number.
+        // A successor starts only after this mount is gone. The mount of the successor may then
+        // have the same device number, so no connection is ended by that number.
         if worker.has_mount() && !has_successor {
             self.help(worker.abort(), Some(worker.place.clone()), true);
         } else {
@@ -595,7 +595,8 @@ impl Supervisor {
         }
     }
 
-    /// Removes helpers that have ended. Once the time of a stopping service is over, kills and removes all helpers.
+    /// Removes helpers that have ended. Once the time limit for the end of the service has passed,
+    /// kills and removes all helpers.
     fn remove_ended_helpers(&mut self) {
         let out_of_time = self.stopping.is_some_and(|_| self.leaving.is_empty())
             && self
@@ -629,9 +630,9 @@ impl Supervisor {
         }
     }
 
-    /// The mount on which the source of `mount` lies, if that other mount does not serve. Without the other mount, the
-    /// path of the source would lead to a folder below its mount point, which is another source. A mount that is taken
-    /// over reads the same path as before, and need not wait.
+    /// The other mount on which the source of `mount` lies, if that other mount does not serve now.
+    /// Until it serves, the path of the source leads to the folder that it will cover, which has
+    /// other files. A mount that is taken over reads the same path as before, and need not wait.
     fn awaited(&self, mount: &ServiceMount) -> Option<&ServiceMount> {
         let is_below =
             |other: &&ServiceMount| mount.config.lies_on(&other.config) && !other.is_serving();

@@ -36,8 +36,8 @@ use crate::daemon::handover::state_version;
 use crate::daemon::inherited::HANDED_OVER;
 use crate::daemon::stalled::run_until;
 
-/// Number of ticks of one second for each of two steps: first for a worker to prepare while all
-/// mounts are served, and then for it to stop and end.
+/// Number of ticks of one second for each of two steps. In the first step, workers prepare while
+/// all mounts are served. In the second step, workers stop and end.
 const GIVING_TICKS: u32 = 6;
 
 /// Time limit for an answer of the service manager or of another version of the program. Readers
@@ -125,7 +125,8 @@ impl Stored {
         for (name, fd) in self.named() {
             manager.send(&format!("FDSTORE=1\nFDNAME={name}\n"), Some(fd.as_fd()))?;
         }
-        // The manager may drop messages of a process that has already ended, so this waits.
+        // The manager may drop messages of a process that has already ended, so this process waits
+        // until all messages are handled.
         manager.wait()
     }
 
@@ -198,8 +199,9 @@ impl ServiceManager {
         Ok(ServiceManager { socket, address })
     }
 
-    /// Removes the stored descriptors with these names. Readers wait, so this does not wait for the
-    /// manager. The manager handles all messages of this process in order.
+    /// Removes the stored descriptors with these names. Does not wait for the manager, because
+    /// readers of the mounts wait in the meantime. The manager handles all messages of this process
+    /// in order.
     fn forget<'a>(names: impl Iterator<Item = &'a str>) -> io::Result<()> {
         let names: BTreeSet<&str> = names.collect();
         if names.is_empty() {
@@ -240,7 +242,7 @@ impl ServiceManager {
 
 /// Whether the service manager stops this service because it is going to start it again.
 ///
-/// If that cannot be found out, the answer is no, and the stop unmounts.
+/// If that cannot be determined, the result is false, and the service unmounts when it stops.
 pub(crate) fn is_restart() -> bool {
     let Some(unit) = std::env::var_os("TENSORFS_UNIT") else { return false };
     let mut command = Command::new("systemctl");
@@ -264,7 +266,8 @@ pub(super) fn replaced_program() -> Option<PathBuf> {
     ((running.dev(), running.ino()) != (now.dev(), now.ino())).then_some(path)
 }
 
-/// Asks another version of the program whether it can take over the mounts of this one.
+/// Asks the version of the program at the path `program` whether it can take over the mounts of
+/// this process.
 ///
 /// # Errors
 /// One line with the reason why it cannot.
@@ -318,7 +321,8 @@ pub(super) struct Suspension {
     stored: Stored,
     /// Whether the workers have been ordered to stop.
     are_ordered: bool,
-    /// Number of ticks since the handover began, or since that order.
+    /// Number of ticks since the handover began, and after the order to stop, number of ticks since
+    /// that order.
     ticks: u32,
     /// A signal to end that arrived during the handover.
     pub signal: Option<Signal>,

@@ -89,7 +89,7 @@ fn listen(channel: Arc<Channel>, giver: Arc<OnceLock<Giver>>) -> io::Result<()> 
                 Order::HandOver => hand_over(&channel, giver.get()),
                 Order::Give => {
                     // A thread that waits for its source may prevent the end of this process. So
-                    // the supervisor waits for this message and not for the end.
+                    // the supervisor waits for this message and not for the end of the process.
                     let tell = || drop(channel.send(&Report::Given, &[]));
                     match giver.get() {
                         Some(giver) => giver.give(tell),
@@ -135,8 +135,9 @@ fn hand_over(channel: &Channel, giver: Option<&Giver>) {
     }
 }
 
-/// Ends this process as SIGTERM would. If it has mounted, it unmounts. Otherwise it may have the
-/// connection of a mount that it was told to take over, so it closes that connection.
+/// Ends this process by SIGTERM, which also unmounts if this process has mounted. Without a mount
+/// of its own, it may have the connection of a mount that it was told to take over, so it closes
+/// that connection first.
 fn end(giver: Option<&Giver>) {
     if giver.is_none() {
         connection::let_go();

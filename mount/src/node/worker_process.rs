@@ -42,9 +42,9 @@ pub(super) struct WorkerProcess {
     mount_id: Option<u32>,
     /// Whether the worker has mounted and no other process has unmounted it.
     pub is_mounted: bool,
-    /// Whether it was started to take over a mount.
+    /// Whether the worker was started to take over a mount.
     is_takeover: bool,
-    /// How the worker ended, if it has reported that.
+    /// How the worker ended, according to its own report. `None` if it has sent no such report.
     end: Option<End>,
     /// Whether the worker can hand over its mount without waiting for the source.
     pub is_prepared: bool,
@@ -62,7 +62,7 @@ pub(super) struct WorkerProcess {
     pinged: bool,
     /// The process that probes the mount.
     probe: Option<Child>,
-    /// Whether a probe has read from the mount.
+    /// Whether the first probe, which reads from the mount, has ended.
     has_answered: bool,
 }
 
@@ -75,8 +75,9 @@ struct Silence {
 }
 
 impl Silence {
-    /// Counts a tick without an answer. Returns the number of all ticks once the worker was stuck in `limit` of them.
-    /// After twice `limit` ticks, returns the number in any case, because a worker in an endless loop also runs.
+    /// Counts a tick without an answer. Returns the number of all ticks once the worker was stuck
+    /// in `limit` of them. At most `limit` ticks are excused, because a worker in an endless loop
+    /// runs in every tick.
     fn count(&mut self, limit: u32, has_run: impl FnOnce() -> bool) -> Option<u32> {
         self.total = self.total.saturating_add(1);
         if self.excused < limit && has_run() {
@@ -120,8 +121,8 @@ pub(super) enum End {
 
 /// A command that runs this program with `args`.
 pub(super) fn program(args: &[&str]) -> Command {
-    // This path means the version that runs now, even if the file has been replaced by another
-    // version.
+    // This path leads to the version that runs now, even if another version has replaced the
+    // executable file.
     let mut command = Command::new("/proc/self/exe");
     command.arg0("tensorfs").args(args).stdin(Stdio::null()).stdout(Stdio::null());
     for name in VARIABLES.into_iter().chain([HANDED_OVER]) {
@@ -172,7 +173,7 @@ impl WorkerProcess {
         })
     }
 
-    /// Where the mount is, by the mount table.
+    /// Where the mount is, according to the mount table `table`.
     pub(super) fn sight(&self, table: &[Mount]) -> Sight {
         let Some(minor) = self.minor else { return Sight::There };
         let ours: Vec<&Mount> = table.iter().filter(|mount| mount.is_ours_of(minor)).collect();
@@ -238,7 +239,8 @@ impl WorkerProcess {
         }
     }
 
-    /// Whether a program has read from the mount. The first call starts a program that reads.
+    /// Whether the probe that reads from the mount has ended. The first call after the mount exists
+    /// starts this probe.
     pub(super) fn has_answered(&mut self) -> bool {
         if !self.has_answered && self.is_mounted {
             match &mut self.probe {
@@ -260,11 +262,13 @@ impl WorkerProcess {
         started.map_err(|e| tracing::warn!("cannot start a process: {e}")).ok()
     }
 
-    /// Counts a second. If the worker or its mount has been silent for `limit` seconds, returns the time of the silence
-    /// in seconds. Seconds in which the worker runs or waits for a processor do not count, up to `limit` of them.
+    /// Counts a second. If the worker or its mount has been silent for `limit` seconds, returns the
+    /// length of the silence in seconds. Seconds in which the worker or the probe runs or waits for
+    /// a processor are not counted in `limit`. At most `limit` seconds are left out for this
+    /// reason.
     ///
-    /// Ticks are counted instead of reading a clock, so that time in which the supervisor was
-    /// stopped too does not count.
+    /// Ticks are counted, and no clock is read, because time in which the supervisor itself was
+    /// stopped must not count as silence.
     pub(super) fn tick(&mut self, limit: u32) -> Option<u32> {
         self.unprobed += 1;
         let has_probed =
@@ -281,8 +285,8 @@ impl WorkerProcess {
         if self.ticks.total >= PING_TICKS.min(limit.div_ceil(2)) {
             self.ticks = Silence::default();
             self.pinged = true;
-            // If the worker does not accept the message, it gives no answer, so it counts as silent
-            // too.
+            // A worker that does not accept the ping does not answer it either, so it counts as
+            // silent.
             let _ = self.channel.send(&Order::Ping, &[]);
             if self.has_answered && self.unprobed >= PROBE_TICKS.min(limit) {
                 self.unprobed = 0;
@@ -307,8 +311,9 @@ impl WorkerProcess {
         })
     }
 
-    /// Counts a second. Must be called before `tick`. If the process has begun to end but cannot
-    /// end, because one of its threads waits for a file system, returns how it ended.
+    /// Counts a second. Must be called before `tick`. A process cannot end while one of its threads
+    /// waits for a file system. If this has kept the worker from ending for `EXIT_TICKS`, the
+    /// worker counts as ended, and the result says how it ended.
     pub(super) fn stuck_end(&mut self) -> Option<End> {
         self.exiting = if is_exiting(self.pid()) { self.exiting + 1 } else { 0 };
         if self.exiting < EXIT_TICKS {
@@ -348,8 +353,8 @@ impl WorkerProcess {
 impl Drop for WorkerProcess {
     fn drop(&mut self) {
         if let Some(probe) = &mut self.probe {
-            // The probe ends once the mount is gone. The system removes a process that was not
-            // waited for when this process ends.
+            // The killed probe ends once the mount is gone, so this process does not wait for it.
+            // If the probe remains as a zombie, the system removes it when this process ends.
             let _ = probe.kill();
             let _ = probe.try_wait();
         }
@@ -374,9 +379,9 @@ pub(super) fn start_cleaning(targets: &[PathBuf]) -> io::Result<Child> {
 }
 
 /// Starts a program that ends the connection of the mount on `target`, so that its readers get
-/// errors. The end of the process that serves the mount is not enough: while one of its threads
-/// waits for a source, the kernel keeps the connection open. With `minor`, the program ends the
-/// connection of the mount with this device number, at any path.
+/// errors. To kill the process that serves the mount is not enough, because the kernel keeps the
+/// connection open while a thread of that process waits for a source. With `minor`, the program
+/// ends the connection of the mount with this device number, at any path.
 ///
 /// # Errors
 /// If no process can be started.

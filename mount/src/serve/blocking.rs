@@ -44,7 +44,8 @@ struct PoolShared {
     in_flight: InFlight,
     timeout: Option<Duration>,
     counters: Arc<Counters>,
-    /// The secret of the source. If a key derivation delays a call, the log names it as the reason.
+    /// The secret of the source. If the derivation of a key delays a call, the log names this
+    /// derivation as the reason.
     secret: Option<Arc<Secret>>,
     state: Mutex<State>,
     deadlines: Deadlines,

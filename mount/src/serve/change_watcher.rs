@@ -22,8 +22,8 @@ use super::file_events::{self, FileEvents, FileWatch};
 /// Time between two checks of all open sources.
 const SWEEP_INTERVAL: Duration = Duration::from_secs(1);
 
-/// Maximum number of threads that check the sources of one file system. The first thread checks all
-/// sources, and one more starts for each stalled source.
+/// Maximum number of threads that check the sources of one file system. One thread checks all
+/// sources of the file system, and one more thread starts for each source that stalls.
 const LOOKS_MAX: usize = 8;
 
 /// Makes the kernel drop its cached pages of an inode.
@@ -279,8 +279,9 @@ impl Watcher {
         queue.begin()
     }
 
-    /// Makes the kernel drop its pages of inode `ino`, because some of its sources have changed. Then these sources are
-    /// no longer watched: their bytes do not get into the page cache again.
+    /// Makes the kernel drop its pages of inode `ino`, because some of its sources have changed.
+    /// After that, these sources are not watched any more, because their bytes do not get into the
+    /// page cache again.
     fn drop_pages_of_changed(&self, number: u64, ino: u64, changed: &[Weak<Source>]) {
         if changed.is_empty() {
             return;

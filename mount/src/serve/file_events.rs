@@ -1,5 +1,5 @@
-//! inotify events of open source files. They tell whether a file had any event since the last
-//! question, and whether it was written.
+//! inotify events of open source files. They tell whether a file had any event since the last call
+//! of `take_touched`, and whether it was written.
 //!
 //! The watch is on the inode of a file, so it finds a write under any name of the file.
 

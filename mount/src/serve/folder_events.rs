@@ -27,8 +27,8 @@ struct State {
     paths: HashMap<WatchDescriptor, BTreeSet<PathBuf>>,
     /// Number of watches that have ended.
     ends: u64,
-    /// Folders that replaced watched folders since the last call of `take`. Changes before the new
-    /// watch caused no event.
+    /// Folders that replaced watched folders since the last call of `take`. Changes of these
+    /// folders before their new watch began have caused no event.
     replaced: BTreeSet<PathBuf>,
 }
 

@@ -2,8 +2,8 @@
 //! counters is bounded.
 //!
 //! Only reads that reach the daemon are counted. The kernel answers reads from its page cache and
-//! reads of passthrough files without the daemon. Its readahead requests bytes that no program has
-//! read, and these bytes are counted.
+//! reads of passthrough files without the daemon. The kernel's readahead also requests bytes that
+//! no program has read, and these bytes are counted.
 
 use std::cmp::Reverse;
 use std::collections::HashMap;
@@ -30,8 +30,8 @@ const TENSORS_MAX: usize = 1 << 20;
 /// Maximum number of files with counters.
 const FILES_MAX: usize = 4096;
 
-/// Number of readers that are distinguished, by one bit each. All further readers share the last
-/// bit.
+/// Maximum number of rows of readers, and number of bits for them. All readers that come after the
+/// first `READERS_MAX` - 1 readers share the last row and its bit.
 const READERS_MAX: usize = 64;
 
 /// Name of the processes that check whether a mount answers. Their opens are not counted.
@@ -66,7 +66,8 @@ pub(crate) struct HeatReport {
     pub cut: bool,
 }
 
-/// A program of a user. All readers beyond `READERS_MAX` are one row, without user and program.
+/// A program of a user. All readers without a row of their own are counted in the last of
+/// `READERS_MAX` rows, which has no user and no program.
 #[derive(Clone, Debug, Default, Serialize, Deserialize)]
 #[serde(default)]
 pub(crate) struct ReaderRow {
@@ -128,7 +129,8 @@ struct HeatState {
 
 /// A user and a program.
 struct HeatReader {
-    /// User and program. `None` for all readers beyond `READERS_MAX`.
+    /// User and program. `None` in the last row, which counts all readers without a row of their
+    /// own.
     who: Option<(u32, String)>,
     opens: Counter,
     bytes: Counter,

@@ -13,8 +13,8 @@ pub(crate) struct InFlight(Arc<InFlightCounts>);
 
 #[derive(Default)]
 struct InFlightCounts {
-    /// Number of unanswered requests that began in even periods, and of those that began in odd
-    /// periods.
+    /// Number of unanswered requests that began in even periods, and number of unanswered requests
+    /// that began in odd periods.
     unanswered: [AtomicUsize; 2],
     /// Number of the current period.
     period: AtomicUsize,

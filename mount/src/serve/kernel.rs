@@ -16,8 +16,8 @@ use tensorfs::internal::size::shown_size;
 use crate::options::Options;
 
 /// Default of `readahead=` in bytes, which is two requests of the kernel's default size. A larger
-/// window gains nothing, because the daemon reads ahead too, and it makes random page faults
-/// slower.
+/// window would gain nothing, because the daemon reads ahead too. But it would make random page
+/// faults slower.
 pub(crate) const READAHEAD: u64 = 2 << 20;
 
 /// Size in bytes of the largest read request that the daemon asks the kernel for. It is the
@@ -88,9 +88,9 @@ impl KernelPaths {
         KernelPaths { sys: "/sys".into(), sysctl: "/proc/sys".into() }
     }
 
-    /// Sets the settings that are not fixed before mount(2), and reports all. Must be called once the
-    /// mount answers, because INIT resets the readahead window. `minor` is the minor device number of
-    /// the mount. `request` is the result of `before_mount`.
+    /// Changes the settings that are not fixed before mount(2), and reports all settings. Must be
+    /// called once the mount answers, because INIT resets the readahead window. `minor` is the
+    /// minor device number of the mount. `request` is the result of `before_mount`.
     pub(crate) fn after_init(
         &self,
         minor: Option<u32>,

@@ -1,8 +1,8 @@
 //! Puts tensors into the kernel's page cache before a program reads them. A program that maps a
 //! file and touches it page by page would otherwise wait for each page.
 //!
-//! One thread does this work. It may wait for pages that pending reads have locked, so threads that
-//! answer reads must not wait for this thread.
+//! One thread does this work. This thread may wait for pages that pending reads have locked, so
+//! threads that answer reads must not wait for it.
 
 use std::ops::Range;
 use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
@@ -77,8 +77,9 @@ impl StoreWorker {
                 push(&cache, &counters, &task, &store);
                 let Some(file) = task.file.upgrade() else { continue };
                 // Pages must not stay in the page cache if a source has changed since they were
-                // read. `check_known` finds changes that are known already. The watcher looks for
-                // other changes, which may take long, and then drops the pages of changed sources.
+                // read. `check_known` finds changes that are known already. The search for other
+                // changes may take long, so the watcher makes it, and then drops the pages of
+                // changed sources.
                 if file.reader().sources().iter().any(|source| source.check_known().is_err()) {
                     forget(task.ino);
                 } else {

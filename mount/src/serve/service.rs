@@ -275,8 +275,8 @@ impl Service {
         assembler.in_use(version, file.reader())
     }
 
-    /// Tells the assembler that a virtual file was opened, or that `served` bytes of this file were
-    /// read.
+    /// Tells the assembler that `served` bytes of a virtual file were read. If `served` is `None`,
+    /// tells it that the file was opened.
     pub(crate) fn read_by_us(&self, version: &str, file: &CachedFile, served: Option<usize>) {
         let Some(assembler) = &self.assembler else { return };
         match served {

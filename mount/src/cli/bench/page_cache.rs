@@ -60,8 +60,8 @@ impl Method {
     }
 }
 
-/// Allocates, touches and frees `len` bytes. Hosts take free memory away from virtual machines, and
-/// the first use of that memory is slower than the disk. Without this function, that would slow
+/// Allocates, touches and frees `len` bytes. A host takes free memory away from its virtual
+/// machines. The first use of such memory is slower than a read from the disk, and it would slow
 /// down the first run.
 fn touch_memory(len: u64) {
     let len = len.min(of_machine("MemAvailable").unwrap_or(0) / 2);

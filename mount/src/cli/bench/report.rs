@@ -79,7 +79,7 @@ struct Spread {
     median: f64,
     min: f64,
     max: f64,
-    /// Median of the distances from the median.
+    /// Median of the distances of the figures from their median.
     mad: f64,
 }
 

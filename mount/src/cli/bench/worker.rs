@@ -149,7 +149,7 @@ impl Worker {
 impl Drop for Worker {
     fn drop(&mut self) {
         let _ = self.child.kill();
-        // A child that hangs in the kernel ends when the mount does.
+        // A child that hangs in the kernel ends only once the mount is gone.
         let _ = wait(&mut self.child, KILL_TIMEOUT);
     }
 }

@@ -18,8 +18,8 @@ use crate::serve::blocking::{Fail, guarded};
 pub(super) struct Adoptions {
     /// The files by inode number.
     files: Mutex<HashMap<u64, AdoptedFile>>,
-    /// Number of `files` and of files whose requests are being continued. At 0, a request takes no
-    /// lock.
+    /// Number of files that count as not proved: those in `files`, and those whose requests are
+    /// being continued. At 0, a request takes no lock.
     count: AtomicUsize,
 }
 

@@ -36,8 +36,8 @@ impl Ready {
         self.whole.is_none() && matches!(self.current.file, OpenContent::Virtual(_))
     }
 
-    /// The error of an open of `node`, for which there is no copy, while the kernel serves a copy
-    /// to other programs.
+    /// The error of an open of `node` if the kernel serves a copy of the file to other programs,
+    /// and this open finds no copy.
     fn refused(self, node: &Node) -> Error {
         let lack = self.lack.as_deref().unwrap_or("its content has changed");
         let reason = format!(
@@ -67,8 +67,8 @@ impl FsState {
         let whole = match &current.file {
             // In passthrough, no bytes are compared with checksums.
             _ if node.gate().is_some() => None,
-            // Reads of a proved file that has changed must fail with EIO, which passthrough would
-            // not do.
+            // If a proved file has changed, its reads must fail with EIO. In passthrough, they
+            // would not fail.
             OpenContent::Whole(file) if !file.reader().is_empty() => {
                 let source = &file.reader().sources()[0];
                 source.open_local_copy();

@@ -33,8 +33,8 @@ use super::{FsState, Handle, TensorFs};
 use crate::log;
 use crate::serve::change_watcher::Forget;
 
-/// Maximum number of descriptors that one mount hands over in addition to its connection. If a handle has no
-/// descriptor because of this limit and its source is gone, its reads fail.
+/// Maximum number of descriptors that one mount hands over in addition to its connection. Reads of
+/// an open file fail if its source is gone and its descriptor was left out because of this limit.
 const FILES_MAX: usize = 200;
 
 /// Maximum number of files that the warning about lost handles lists.
@@ -51,7 +51,8 @@ pub(crate) struct CarriedFs {
     nodes: Vec<CarriedNode>,
     /// Handle and inode number.
     handles: Vec<(u64, u64)>,
-    /// Inode number and number of the registration, for files that the kernel serves.
+    /// For each file that the kernel serves by passthrough, its inode number and the number of its
+    /// registration.
     backings: Vec<(u64, u32)>,
 }
 
@@ -157,9 +158,10 @@ impl Packer {
         })
     }
 
-    /// Adds the descriptor of an open source. A file on a tensorfs mount is opened again by its path instead. The
-    /// reason: the service manager polls the descriptors that it keeps. The poll would wait for the process that
-    /// serves that mount, and the same restart may have stopped that process.
+    /// Adds the descriptor of an open source. A file on a tensorfs mount is left out, and the next
+    /// process opens it by its path. The service manager polls the descriptors that it keeps, and a
+    /// poll of such a file would wait for the process that serves that mount. The same restart may
+    /// have stopped that process.
     fn file(&mut self, source: &Arc<Source>) {
         let index = self.source(source);
         let slot = &mut self.carried.facts.sources[index].file;
@@ -182,8 +184,8 @@ impl Packer {
         Some((offset, bytes.len()))
     }
 
-    /// Adds the facts in `mark` about a file of the previous process, which this process has not listed since its
-    /// takeover of the mount.
+    /// Adds the facts in `mark` about a file of the previous process. This process has not listed
+    /// that file since it took over the mount.
     fn mark(&mut self, ino: u64, mark: &FileMark) {
         let CarriedFs { sources, nodes, .. } = &mut self.carried.facts;
         let first = sources.len();
@@ -239,8 +241,9 @@ fn may_be_gone(node: &Node, opened: &OpenFile) -> bool {
 }
 
 impl TensorFs {
-    /// Freezes lookups and handles, or ends the freeze. During the freeze, requests that would change them are
-    /// answered with ESTALE, which makes the kernel repeat the request.
+    /// Freezes lookups and handles, or ends the freeze. During the freeze, a request that would
+    /// change lookups or handles is answered with ESTALE, which makes the kernel repeat that
+    /// request.
     pub(crate) fn set_frozen(&self, frozen: bool) {
         *self.0.frozen.write() = frozen;
     }
@@ -354,8 +357,8 @@ impl TensorFs {
         Takeover { taking: Arc::new(taking), families, unlisted }
     }
 
-    /// Waits until the proofs of all open files of the previous process have ended, at most for `limit`. Returns
-    /// whether they have.
+    /// Waits until the proofs of all open files of the previous process have ended, at most for
+    /// `limit`. Returns whether all proofs have ended.
     pub(crate) fn wait_for_adoptions(&self, limit: Duration) -> bool {
         let started = Instant::now();
         while !self.0.adoptions.are_over() {
@@ -441,8 +444,8 @@ impl AdoptedFamily {
             if self.taking.take(self.folder, adopted) || !shared.adoptions.go_on(ino) {
                 continue;
             }
-            // The kernel has to drop its old pages. This waits for reads of the file, so it runs on a thread of its
-            // own, and no other file has to wait.
+            // The kernel has to drop its old pages of the file, and this call waits for reads of
+            // the file. So it runs on a thread of its own, and other files do not have to wait.
             let (counted, forget) = (shared.clone(), self.taking.forget.clone());
             let counts = Ends(move || counted.adoptions.count_end());
             shared.service.blocking.spawn_detached(&place, move || {

@@ -28,8 +28,8 @@ impl Nodes {
         }
     }
 
-    /// The users who may see `node`. `None` without rules: the kernel alone checks owner, group and
-    /// mode then. May access the source.
+    /// The users who may see `node`. `None` if the mount has no rules, because then the kernel
+    /// alone checks owner, group and mode. May access the source.
     pub(crate) fn access_of(&self, node: &Node) -> Option<Arc<NodeAccess>> {
         let known = node.access();
         if !self.sharing.has_rules() || known.as_ref().is_some_and(|access| !access.is_old()) {
@@ -51,7 +51,7 @@ impl Nodes {
         self.folders.read().get(&id)?.node.access()
     }
 
-    /// Determines who may see `node`. `None` without rules. Accesses the source.
+    /// Determines who may see `node`. `None` if the mount has no rules. Accesses the source.
     pub(super) fn look_at_access(&self, node: &Node) -> Option<Arc<NodeAccess>> {
         let has_rules = self.sharing.has_rules();
         has_rules.then(|| Arc::new(survey::access_of(&self.sharing, &self.tree, node)))

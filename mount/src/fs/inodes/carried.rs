@@ -20,7 +20,8 @@ pub(crate) struct FileMark {
     pub(crate) lookups: u64,
     /// Whether the file was opened, so that the kernel may have cached pages of it.
     pub(crate) opened: bool,
-    /// Whether its source was found changed. This version must not be used again then.
+    /// Whether the source of the file was found changed. If so, this version must not be used
+    /// again.
     pub(crate) outdated: bool,
     /// Version of its source at the last open.
     pub(crate) last: Option<Version>,

@@ -1,5 +1,4 @@
-//! Changes of a source that is watched, which pass from the tree to the nodes and from there to the
-//! kernel.
+//! Passes changes of a watched source from the tree to the nodes, and from the nodes to the kernel.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::ffi::{OsStr, OsString};
@@ -71,9 +70,9 @@ impl SourceWatch {
         self.due.lock().remove(&top);
     }
 
-    /// Removes the sets that are still arriving from a folder, and returns them. `before` is the
-    /// previous listing of the folder. If there is none, the sets that the previous process showed
-    /// (`was_shown`) stay.
+    /// Removes from `proved` the sets that are still arriving, and returns them. `before` is the
+    /// previous listing of the folder. If there is no such listing, sets that the previous process
+    /// showed (`was_shown`) stay.
     pub(super) fn hold_back(
         &self,
         tree: &Tree,
@@ -105,9 +104,9 @@ impl SourceWatch {
         (arrivals, held)
     }
 
-    /// Removes plain files that are still arriving from `shown`. Returns the time until the next
-    /// look. Files in the listing `before` stay. Without a listing, the files stay that the previous
-    /// process showed (`was_shown`).
+    /// Removes from `shown` the plain files that are still arriving. Returns the time until the
+    /// next look. Files in the listing `before` stay. If there is no such listing, files that the
+    /// previous process showed (`was_shown`) stay.
     pub(super) fn hold_back_plain(
         &self,
         shown: &mut Vec<MountEntry>,

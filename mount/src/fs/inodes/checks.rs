@@ -114,7 +114,7 @@ impl Nodes {
     }
 
     /// Checks the folder `child`, which `parent` shows. If `child` is gone or was replaced, the
-    /// parent is listed again. Returns whether that happened.
+    /// parent is listed again. Returns whether the parent was listed again.
     fn check_child(&self, parent: FolderId, child: FolderId) -> bool {
         let tree = &self.tree;
         if self.watched.is_some() || tree.is_there(child) {
@@ -200,7 +200,7 @@ impl Nodes {
     }
 
     /// Once the source is gone, follows the user's path to another folder. Returns whether the path
-    /// leads to one.
+    /// now leads to another folder.
     pub(crate) fn follow_given(&self) -> bool {
         let before = self.tree.source_now();
         let Some(now) = self.tree.follow_given() else { return false };

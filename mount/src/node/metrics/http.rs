@@ -129,7 +129,7 @@ impl HttpServer {
     }
 }
 
-/// Listens on a socket file. If a socket file exists and no process listens on it, it is replaced.
+/// Listens on a socket file. An existing socket file is replaced if no process listens on it.
 fn bind_file(path: &Path) -> io::Result<UnixListener> {
     let is_socket = std::fs::symlink_metadata(path).is_ok_and(|meta| meta.file_type().is_socket());
     if is_socket

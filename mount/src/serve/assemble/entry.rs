@@ -10,8 +10,8 @@ use tensorfs::Error;
 
 use super::record::Record;
 
-/// A file is copied once it was opened at least this number of times and its length divided by
-/// `HOT_PART` was read in bytes.
+/// A file is copied once it was opened at least this number of times and the number of bytes read
+/// from it is at least its length divided by `HOT_PART`.
 const HOT_OPENS: u64 = 2;
 
 /// Divisor of the length of a file, for the limit at `HOT_OPENS`. The limit exists because tools

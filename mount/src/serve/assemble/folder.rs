@@ -30,11 +30,11 @@ const MARKER: &str = ".tensorfs-assemble";
 /// Maximum time to wait for the lock of the folder. Processes hold it only for a short time.
 const LOCK_TIMEOUT: Duration = Duration::from_secs(5);
 
-/// Without a budget, this fraction (1 / `RESERVE_PART`) of the file system stays free, and at least
-/// `RESERVE_MIN`.
+/// If the user sets no budget, 1 / `RESERVE_PART` of the file system stays free, and at least
+/// `RESERVE_MIN` bytes.
 const RESERVE_PART: u64 = 10;
 
-/// Minimum number of free bytes of the file system, without a budget.
+/// Minimum number of bytes of the file system that stay free if the user sets no budget.
 const RESERVE_MIN: u64 = 1 << 30;
 
 /// A folder of assembled copies.
@@ -158,7 +158,7 @@ impl CopyFolder {
         self.path.join(format!("{version}.json"))
     }
 
-    /// The path at which this process writes `version`.
+    /// The path at which this process writes the copy of `version`.
     pub(super) fn partial_path(&self, version: &str) -> PathBuf {
         self.path.join(format!("{version}.partial-{}", std::process::id()))
     }
@@ -274,7 +274,7 @@ impl Locked<'_> {
         Ok(records)
     }
 
-    /// Whether another process is writing `version` now.
+    /// Whether another process is writing the copy of `version` now.
     pub(super) fn is_being_written(&self, version: &str) -> io::Result<bool> {
         let files = self.folder.files()?;
         let mut partials = files
@@ -283,8 +283,9 @@ impl Locked<'_> {
         Ok(partials.any(|file| !is_unlocked(&file.path)))
     }
 
-    /// Frees space for `len` bytes. Removes the least recently opened copies that no process has
-    /// open, if that is enough. Returns the versions of the removed copies.
+    /// Frees space for `len` bytes. Removes the least recently opened of the copies that no process
+    /// has open. If all of these copies together are too small, removes none. Returns the versions
+    /// of the removed copies.
     pub(super) fn make_room(&self, len: u64) -> Result<Vec<String>, CopyFailure> {
         let fail = |e| CopyFailure::Folder("look at", e);
         let files = self.folder.files().map_err(fail)?;

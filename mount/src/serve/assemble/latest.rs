@@ -13,7 +13,7 @@ struct State<T> {
     value: Option<T>,
     /// The query that runs now.
     asked: Option<Asked<Option<T>>>,
-    /// Whether the query that runs has exceeded the time limit of a caller.
+    /// Whether the running query has exceeded the time limit of a caller.
     late: bool,
 }
 
@@ -24,8 +24,9 @@ impl<T> Default for Latest<T> {
 }
 
 impl<T: Copy + Send + 'static> Latest<T> {
-    /// The value of `ask`, if it returns within `limit`, and otherwise the last value. Also returns
-    /// whether the value is new. While a query is late, calls neither start another query nor wait.
+    /// The value of `ask` if `ask` returns within `limit`, and otherwise the last value. Also
+    /// returns whether the value is new. While a query is late, calls neither start another query
+    /// nor wait.
     pub(super) fn get(
         &self,
         limit: Duration,

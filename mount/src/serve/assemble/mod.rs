@@ -42,7 +42,8 @@ const BACK_OFF: Duration = Duration::from_secs(5 * 60);
 /// Time until the next check of a file that another process writes.
 const BUSY_BACK_OFF: Duration = Duration::from_secs(10);
 
-/// If a reader was served within this time, readers count as active, and the work yields to them.
+/// Readers count as active, and the assembler yields to them, while the last answer to a reader is
+/// younger than this.
 const RECENT: Duration = Duration::from_millis(100);
 
 /// Length of the pause after a step, as a multiple of the duration of the step, while readers are active.
@@ -51,8 +52,9 @@ const YIELD_FACTOR: u32 = 4;
 /// Longest pause after a step.
 const YIELD_MAX: Duration = Duration::from_secs(1);
 
-/// Minimum age of the last change of a source. Two changes within one tick of the file system's clock have the same
-/// times, so a second change soon after a younger change may leave the times the same.
+/// Minimum age of the last change of a source. Two changes within one tick of the file system's
+/// clock give a file the same times. So after a more recent change, a second change might not show
+/// in the times.
 const SETTLED: Duration = Duration::from_millis(100);
 
 /// Minimum time between two updates of a record's modification time.
@@ -78,12 +80,12 @@ struct State {
     stopping: bool,
     /// The copy that is being written.
     partial: Option<PathBuf>,
-    /// Time until which the folder is not used because of an error.
+    /// Time at which the folder is used again after an error.
     backoff: Option<Instant>,
 }
 
 impl State {
-    /// Removes all writes from the queue. Further reads of the files queue them again.
+    /// Removes all writes from the queue. Later reads of the files queue the writes again.
     fn cancel_writes(&mut self) {
         let jobs = std::mem::take(&mut self.queue);
         for job in jobs {
@@ -105,7 +107,7 @@ pub(crate) struct AssembleStatus {
     pub used: Option<u64>,
     /// Whether the folder does not answer. `used` may be out of date then.
     pub stalled: bool,
-    /// Number of seconds for which the folder is still not used because of an error.
+    /// Number of seconds until the folder is used again after an error.
     pub backoff_s: u64,
     pub files: Vec<CopyStatus>,
 }
@@ -232,8 +234,8 @@ impl Assembler {
         self.shared.state.lock().stopping = true;
         self.shared.sweep.stopped().store(true, Ordering::Relaxed);
         self.shared.wake.notify_all();
-        // The lock is held until the end of this function. A second caller waits for it and may then end the
-        // process.
+        // The lock is held until this function ends, because a second caller may end the process as
+        // soon as it gets the lock.
         let mut held = self.thread.lock();
         let Some(thread) = held.take() else { return };
         let started = Instant::now();
@@ -305,8 +307,9 @@ impl AssemblerState {
         match state_of(reader) {
             Ok(sources) if sources == record.sources => {}
             Ok(_) => {
-                // The sources were changed after the copy was made, and later everything that the version covers was
-                // restored. So the version is the same, but the copy may have other bytes.
+                // The sources were changed after the copy was made, and later everything that the
+                // version covers was restored. So the version is the same as before, but the copy
+                // may differ from the sources.
                 self.forget(version, &record);
                 return Err("the copy is of an earlier state of the source".to_owned());
             }

@@ -19,11 +19,11 @@ pub(super) struct Record {
     pub(super) sha256: String,
     /// State of the sources from which the bytes were read, as `state_of` returns it.
     pub(super) sources: String,
-    /// Folder of the sources, for people.
+    /// Folder of the sources, for people who read the record.
     pub(super) source: String,
     /// Version of the copy file at its verification.
     pub(super) copy: Version,
-    /// Time of writing in seconds since 1970, for people.
+    /// Time of writing in seconds since 1970, for people who read the record.
     pub(super) written: u64,
 }
 
@@ -66,8 +66,8 @@ impl Record {
 ///
 /// The version of the content does not cover the change times of the sources, because a file keeps
 /// its version when only its mode or its links change. But a copy is used in later mounts, and
-/// between two mounts the sources are not watched. If a file was written in between and its
-/// modification time was set back, its state must not match the state at the copying.
+/// between two mounts the sources are not watched. If a source was written between two mounts and
+/// its modification time was set back, its state must differ from its state when it was copied.
 ///
 /// # Errors
 /// Errors of the sources. A changed source is an error.

@@ -115,8 +115,7 @@ pub fn verify(
         verified.bytes += shard.file_len;
         let name_of = |index: u32| catalog.tensor_at(index as usize).name.to_owned();
         let named = stored::Named { shard, stored, name_of: &name_of };
-        let mismatched = verified.mismatch.is_some();
-        judge(&mut verified, task, &named, source, &seen);
+        let mismatched = judge(&mut verified, task, &named, source, &seen);
         let is_archive = checkpoint.format_of(shard) == InputFormat::Torch;
         *(if is_archive { &mut verified.entries } else { &mut verified.hashed }) += seen.hashed;
         // `--record` must not accept a tensor that differs from the hash in its header.
@@ -133,7 +132,7 @@ pub fn verify(
                 Ok(()) => verified.blobs += 1,
                 // The recorded checksums have already found a mismatch in this shard. That mismatch
                 // is reported with its place, and the wrong sha256 follows from it.
-                Err(_) if mismatched != verified.mismatch.is_some() => {}
+                Err(_) if mismatched => {}
                 Err(fault) => return Err(checkpoint.refused(fault.in_file(&shard.name))),
             }
         }
@@ -177,14 +176,15 @@ fn compare_replicas(
     Ok(compared)
 }
 
-/// Compares a shard with its record, and collects the checksums that have to be recorded.
+/// Compares a shard with its record, and collects the checksums that have to be recorded. Returns
+/// whether the shard has a mismatch.
 fn judge(
     verified: &mut Verified,
     task: &Task<'_>,
     named: &stored::Named<'_>,
     source: &Arc<Source>,
     seen: &ShardHashes,
-) {
+) -> bool {
     let name = &named.shard.name;
     let known = task.recorded.and_then(|recorded| recorded.of(name));
     let now = source.version().lasting();
@@ -210,7 +210,7 @@ fn judge(
                     // version is recorded again.
                     verified.fresh.push(ShardSums { version: now, ..(**known).clone() });
                 }
-                return;
+                return false;
             }
             mismatch
         }
@@ -232,7 +232,7 @@ fn judge(
                 Some(first) => first.others += 1 + mismatch.others,
                 none => *none = Some(mismatch),
             }
-            return;
+            return true;
         }
         None => {}
     }
@@ -240,6 +240,7 @@ fn judge(
         verified.unknown += sums.boundaries.len() as u64;
         verified.fresh.push(sums.clone());
     }
+    false
 }
 
 /// The file name and the text of a manifest for `checkpoint`.

@@ -167,6 +167,22 @@ class Checksums(VerifyCase):
         self.assertEqual((found["file"], found["more_differ"]), (str(first), 3))
         self.assertIn("3 more headers and tensors differ", found["error"])
 
+    def test_what_differs_in_several_blobs_of_the_hub_is_counted(self):
+        made = checkpoints.hf_set(self.tmp / "hf", 3, 1)
+        blobs, snapshot = self.tmp / "models--a--b/blobs", self.tmp / "models--a--b/snapshots/one"
+        blobs.mkdir(parents=True)
+        snapshot.mkdir(parents=True)
+        for path in made.iterdir():
+            blob = blobs / hashlib.sha256(path.read_bytes()).hexdigest()
+            path.rename(blob)
+            (snapshot / path.name).symlink_to(f"../../blobs/{blob.name}")
+        self.verify(snapshot)
+        first, _, last = shards_of(snapshot)
+        flip(first, places(first)["layers.1.rows"][0])
+        flip(last, places(last)["layers.3.F32"][0])
+        found = self.verify(snapshot, code=1)
+        self.assertEqual((found["tensor"], found["more_differ"]), ("layers.1.rows", 1))
+
     def test_bytes_that_no_tensor_uses_have_checksums_too(self):
         folder = checkpoints.hf_set(self.tmp / "hf", 2, 1)
         first, last = shards_of(folder)

@@ -61,7 +61,9 @@ impl GoogleAccess {
 
     pub(super) async fn credentials(&self, clients: &RemoteClients) -> String {
         if !self.is_wanted {
-            return "none: STORAGE_EMULATOR_HOST is set, and no credentials are named".to_owned();
+            let why = "none: to the server of STORAGE_EMULATOR_HOST, only named credentials are sent, and only \
+                       over https or to this machine";
+            return why.to_owned();
         }
         clients.chain(providers).origin("set GOOGLE_APPLICATION_CREDENTIALS").await
     }

@@ -102,8 +102,7 @@ impl Copier {
         let place = if exists { partial_path(&out.join(INNER)) } else { beside };
         let target = TargetFolder { out, exists };
         let done = self.write_at(outline, &place, job, target, options, watch);
-        // The partial folder is kept, because the user may remove the folder `out` that someone else has created, and
-        // then continue the killed run.
+        // The partial folder is kept: the user may remove the folder `out` of someone else, and continue the killed run.
         if let (Err(_), Some(left)) = (&done, &mut left) {
             left.keep();
         }

@@ -48,7 +48,7 @@ pub(super) struct Notifier {
 impl Notifier {
     pub(super) fn start() -> Notifier {
         let watchdog = sd_notify::watchdog_enabled();
-        let thread = std::env::var_os("NOTIFY_SOCKET").and_then(|_| start_thread().ok());
+        let thread = std::env::var_os("NOTIFY_SOCKET").and_then(|_| start_notifier().ok());
         Notifier { thread, status: String::new(), watchdog }
     }
 
@@ -104,7 +104,7 @@ impl Drop for Notifier {
     }
 }
 
-fn start_thread() -> std::io::Result<(SyncSender<Note>, Receiver<()>)> {
+fn start_notifier() -> std::io::Result<(SyncSender<Note>, Receiver<()>)> {
     let (end, ended) = channel();
     let (send, receive) = sync_channel::<Note>(WAITING_MAX);
     log::start_thread("notify", move || {

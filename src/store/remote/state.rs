@@ -51,13 +51,12 @@ impl ObjectState {
     /// A number that identifies the bytes, except for their length. It is a hash of the ETag, or else of the
     /// time. It is odd only for a strong ETag, because a weak ETag or a time may stay when the bytes change.
     fn number(&self) -> u64 {
+        let number = |text: String| Digest::of(text.as_bytes()).number();
         match (self.tag.as_str(), self.modified) {
             ("", None) => 0,
-            ("", Some(modified)) => {
-                Digest::of(format!("modified {modified}").as_bytes()).number() & !1
-            }
-            (tag, _) if self.is_weak => Digest::of(format!("tag {tag}").as_bytes()).number() & !1,
-            (tag, _) => Digest::of(format!("tag {tag}").as_bytes()).number() | 1,
+            ("", Some(modified)) => number(format!("modified {modified}")) & !1,
+            (tag, _) if self.is_weak => number(format!("tag {tag}")) & !1,
+            (tag, _) => number(format!("tag {tag}")) | 1,
         }
     }
 
